@@ -1,0 +1,100 @@
+"""What an engine is: the place where clients compute.
+
+An engine trains a cohort for one round, lets clients take part at the end of a task, and evaluates.
+It never changes what is computed: two engines agree to rounding, because every draw comes from the
+key (seed, purpose, task, round, client).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Protocol
+
+import torch
+from torch import Tensor
+
+from fot.aggregation import Sums, Summation
+from fot.benchmarks.stream import Task
+from fot.methods.base import Server
+from fot.network import Tree
+from fot.options import Between
+
+
+@dataclass(frozen=True)
+class Training:
+    """How clients train, and for how long: the same for every method."""
+
+    rounds: int | tuple[int, ...] = 10
+    """Rounds for each task: one number, or one for each task."""
+    cohort: Annotated[int, Between(1)] = 10
+    """Clients that train in a round, drawn anew each time among those with data of the task."""
+    min_clients: Annotated[int, Between(1)] = 1
+    """A round with fewer usable updates is void: the model stays as it was."""
+    epochs: Annotated[int, Between(1)] = 1
+    batch_size: Annotated[int, Between(1)] = 32
+    lr: Annotated[float, Between(0)] = 0.01
+    weight_decay: Annotated[float, Between(0)] = 0.0
+
+
+@dataclass(frozen=True)
+class RoundKeys:
+    """The keys of one round, from which an engine draws all it needs.
+
+    A client's key is ``fold(order, client)``; its samples of epoch e come in the order
+    ``permutation(fold(fold(order, client), e), n)``; step s (counted over epochs) drops units by
+    ``fold(fold(dropout, client), s)``, and the sample at position b of that step is augmented by
+    ``fold(fold(fold(augment, client), s), b)``.
+    """
+
+    order: int
+    dropout: int
+    augment: int
+
+
+@dataclass(frozen=True)
+class RoundOutcome:
+    """What a round's training brought, once its sum was formed."""
+
+    sums: Sums | None
+    """Summed updates and, under ``metric/loss``, the summed mean losses; None where no client is left."""
+    excluded: tuple[int, ...] = ()
+    """Clients whose update was not finite and which were left out."""
+    local_params: dict[int, Tree] = field(default_factory=dict)
+    """Each client's own model after training, where the method asks for it."""
+
+
+class Engine(Protocol):
+    """Where clients compute."""
+
+    name: str
+    device: torch.device
+
+    def train(
+        self,
+        server: Server,
+        task: Task,
+        cohort: Sequence[int],
+        keys: RoundKeys,
+        clients: dict[int, Tree],
+        summation: Summation,
+        *,
+        keep_local: bool = False,
+    ) -> RoundOutcome:
+        """Train the cohort from the server's model and sum the updates."""
+
+    def extract(
+        self,
+        server: Server,
+        task: Task,
+        participants: Sequence[int],
+        key: int,
+        clients: dict[int, Tree],
+        summation: Summation,
+        *,
+        local_params: dict[int, Tree],
+    ) -> Sums:
+        """Let clients take part at the end of a task; updates ``clients``, their states, in place."""
+
+    def evaluate(self, params: Tree, x: Tensor, y: Tensor, task: int) -> float:
+        """Accuracy in percent."""

@@ -1,0 +1,119 @@
+"""What a method is: five functions over trees of tensors, of which FedAvg takes all the defaults.
+
+Only sums leave the clients. A method's server side receives the sum (or mean) over clients of named
+arrays, never one client's arrays; how that sum is formed is not the method's business.
+
+One definition serves one client and a whole cohort. Where an engine trains a cohort at once, every
+tensor of a client (parameters, gradients, client state) carries a leading client axis, samples are
+folded into one batch, and a loss is the sum of the clients' losses, which has the gradient of each
+client's loss in that client's slice. Write ``loss`` with ``batch.mean`` and plain sums, and
+``precondition`` with operations on the last axes, and both hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from torch import Tensor
+from torch.nn import functional
+
+from fot.network import Network, Tree
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples of one client, or of a cohort folded into one batch.
+
+    ``weight`` is 1/n for each of a client's n samples and 0 for padding.
+    """
+
+    x: Tensor
+    y: Tensor
+    task: int
+    weight: Tensor
+
+    def mean(self, values: Tensor) -> Tensor:
+        """The mean over a client's samples, summed over the clients of the batch."""
+        return (values * self.weight).sum()
+
+
+@dataclass(frozen=True)
+class ClientData:
+    """What a client sees at the end of a task: its samples, in order, and its own key."""
+
+    x: Tensor
+    y: Tensor
+    task: int
+    key: int
+    """Key of (seed, purpose, task): fold the client's index, or what it shares a draw with."""
+    client: int
+    position: int
+    """Place of the client among those that take part."""
+
+    def batches(self, size: int = 256) -> Iterator[tuple[Tensor, Tensor]]:
+        """The samples in pieces of at most ``size``."""
+        yield from zip(self.x.split(size), self.y.split(size), strict=True)
+
+
+@dataclass(frozen=True)
+class Server:
+    """The server's whole state: the global model and what the method keeps between tasks."""
+
+    params: Tree
+    state: Tree
+
+
+class Method:
+    """FedAvg's behaviour, to be overridden where a method differs from it.
+
+    Options of a method are the fields of a frozen dataclass; recipes and the command line check
+    names, types and ranges against them.
+    """
+
+    participants: Literal["all", "cohort"] = "all"
+    """Who takes part at the end of a task: every client with data, or the last round's cohort."""
+    model: Literal["global", "local"] = "global"
+    """Which model they use there: the server's, or each client's own after the last local training."""
+    sums_only: ClassVar[bool] = True
+    """Whether sums are all the server needs; a method that needs more is refused under secure sums."""
+
+    def loss(self, network: Network, params: Tree, batch: Batch, client: Tree) -> Tensor:
+        """The client's training loss on a batch."""
+        logits = network(params, batch.x, batch.task, training=True)
+        return batch.mean(functional.cross_entropy(logits, batch.y, reduction="none"))
+
+    def precondition(self, network: Network, gradients: Tree, client: Tree) -> Tree:
+        """What a client steps along instead of the gradient."""
+        return gradients
+
+    def broadcast(self, network: Network, server: Server) -> Tree:
+        """What the server sends, besides the model, before the end of a task."""
+        return {}
+
+    def end_of_task(
+        self, network: Network, params: Tree, data: ClientData, client: Tree, broadcast: Tree
+    ) -> tuple[Tree, Tree]:
+        """The client's new state, and the statistics to be summed over clients."""
+        return client, {}
+
+    def aggregate(self, network: Network, server: Server, mean_update: Tree) -> Server:
+        """The server after a round, from the mean of the clients' updates."""
+        moved = {name: server.params[name] + delta for name, delta in mean_update.items()}
+        return Server({**server.params, **moved}, server.state)
+
+    def consolidate(
+        self, network: Network, server: Server, sums: Tree, task: int
+    ) -> tuple[Server, dict[str, Any]]:
+        """The server after a task, from the summed statistics, and what to tell of it."""
+        return server, {}
+
+    def usage(self, network: Network, server: Server) -> dict[str, float]:
+        """The share of each layer's input space that is taken, in percent."""
+        return {}
+
+    @property
+    def extracts(self) -> bool:
+        """Whether clients have anything to do at the end of a task."""
+        return type(self).end_of_task is not Method.end_of_task

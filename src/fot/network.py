@@ -1,0 +1,78 @@
+"""A model as a pure function of its parameters.
+
+Engines and methods never write into a module: they hold its parameters and buffers as a tree
+(name -> tensor) and call the module with whichever tree they mean, the server's or a client's.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fot.randomness import key
+
+Tree = dict[str, Tensor]
+
+
+class Network:
+    """A module, called with a tree of its parameters and buffers.
+
+    A model with one head is any module ``forward(x)``. A multi-head model has ``forward(x, task)``
+    and a method ``add_task(classes)`` that appends a head to its ``nn.ModuleList`` named ``heads``;
+    the number of tasks need not be known in advance.
+
+    Examples
+    --------
+    >>> network = Network(nn.Linear(3, 2))
+    >>> network(network.tree(), torch.zeros(5, 3), task=0).shape
+    torch.Size([5, 2])
+    """
+
+    def __init__(
+        self, module: nn.Module, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.module = copy.deepcopy(module).to(device=device, dtype=dtype)
+        self.device = torch.device(device)
+        self.dtype = dtype
+
+    @property
+    def multi_head(self) -> bool:
+        return hasattr(self.module, "add_task")
+
+    def __call__(self, params: Tree, x: Tensor, task: int, *, training: bool = False) -> Tensor:
+        """The logits of ``x`` on the head of ``task``."""
+        self.module.train(training)
+        inputs = (x, task) if self.multi_head else (x,)
+        logits: Tensor = functional_call(self.module, params, inputs)
+        return logits
+
+    def tree(self) -> Tree:
+        """Copies of the module's own parameters and buffers: where a run begins."""
+        named = [*self.module.named_parameters(), *self.module.named_buffers()]
+        return {name: tensor.detach().clone() for name, tensor in named}
+
+    def add_task(self, classes: int, seed: int, task: int) -> Tree:
+        """Append the head of ``task`` to a multi-head model; returns the new head's parameters."""
+        if not self.multi_head:
+            return {}
+        before = set(self.tree())
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(key(seed, "head", task))
+            self.module.add_task(classes)  # type: ignore[operator]  # a Module's attributes are untyped
+        self.module.to(device=self.device, dtype=self.dtype)
+        return {name: tensor for name, tensor in self.tree().items() if name not in before}
+
+    def trained(self, task: int) -> list[str]:
+        """The parameters that a client trains on ``task``: all but the heads of other tasks."""
+        return [
+            name
+            for name, parameter in self.module.named_parameters()
+            if parameter.requires_grad and (not name.startswith("heads.") or name.startswith(f"heads.{task}."))
+        ]
+
+    def carried(self) -> list[str]:
+        """The buffers that training moves and clients send with their update: running statistics."""
+        return [name for name, buffer in self.module.named_buffers() if buffer.is_floating_point()]
