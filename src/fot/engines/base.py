@@ -93,7 +93,7 @@ class Engine(Protocol):
         summation: Summation,
         *,
         local_params: dict[int, Tree],
-    ) -> Sums:
+    ) -> RoundOutcome:
         """Let clients take part at the end of a task; updates ``clients``, their states, in place."""
 
     def evaluate(self, params: Tree, x: Tensor, y: Tensor, task: int) -> float:

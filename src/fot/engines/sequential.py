@@ -1,0 +1,140 @@
+"""The reference engine: one client after another, in the plainest words.
+
+Every other engine is tested against this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fot.aggregation import Summation
+from fot.benchmarks.stream import Task
+from fot.dropout import keyed_dropout
+from fot.engines.base import RoundKeys, RoundOutcome, Training
+from fot.methods.base import Batch, ClientData, Method, Server
+from fot.network import Network, Tree
+from fot.randomness import fold, permutation
+
+LOSS = "metric/loss"
+
+
+class SequentialEngine:
+    """Clients train one after another on one device."""
+
+    name = "sequential"
+
+    def __init__(self, network: Network, method: Method, training: Training) -> None:
+        self.network = network
+        self.method = method
+        self.training = training
+        self.device = network.device
+        self._resident: tuple[Task, Tensor, Tensor] | None = None
+
+    def train(
+        self,
+        server: Server,
+        task: Task,
+        cohort: Sequence[int],
+        keys: RoundKeys,
+        clients: dict[int, Tree],
+        summation: Summation,
+        *,
+        keep_local: bool = False,
+    ) -> RoundOutcome:
+        excluded: list[int] = []
+        local_params: dict[int, Tree] = {}
+        for client in cohort:
+            params, loss = self.local_training(server, task, client, keys, clients.get(client, {}))
+            sent = [*self.network.trained(task.index), *self.network.carried()]
+            update = {name: params[name] - server.params[name] for name in sent} | {LOSS: loss}
+            if not all(torch.isfinite(tensor).all() for tensor in update.values()):
+                excluded.append(client)
+                continue
+            summation.add([client], {name: tensor.unsqueeze(0) for name, tensor in update.items()})
+            if keep_local:
+                local_params[client] = params
+        sums = summation.close() if len(excluded) < len(cohort) else None
+        return RoundOutcome(sums, tuple(excluded), local_params)
+
+    def local_training(
+        self, server: Server, task: Task, client: int, keys: RoundKeys, state: Tree
+    ) -> tuple[Tree, Tensor]:
+        """A client's model after its local epochs of SGD, and its mean loss on the way."""
+        x, y = self._data(task)
+        held = task.clients[client].to(self.device)
+        order, dropout, augment = (fold(k, client) for k in (keys.order, keys.dropout, keys.augment))
+        trained = self.network.trained(task.index)
+        params = {name: tensor.clone() for name, tensor in server.params.items()}
+        losses = []
+        for epoch in range(self.training.epochs):
+            shuffled = held[permutation(fold(order, epoch), len(held), self.device)]
+            for rows in shuffled.split(self.training.batch_size):
+                step = len(losses)
+                inputs = x[rows]
+                if task.augment is not None:
+                    inputs = task.augment(inputs, fold(fold(augment, step), torch.arange(len(rows), device=self.device)))
+                weight = torch.full((len(rows),), 1 / len(rows), dtype=self.network.dtype, device=self.device)
+                leaves = {name: params[name].requires_grad_() for name in trained}
+                with keyed_dropout(fold(dropout, step)):
+                    loss = self.method.loss(
+                        self.network, params, Batch(inputs, y[rows], task.index, weight), state
+                    )
+                found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+                gradients = {n: g for n, g in zip(leaves, found, strict=True) if g is not None}
+                for name, direction in self.method.precondition(self.network, gradients, state).items():
+                    old = params[name].detach()
+                    params[name] = old - self.training.lr * (direction + self.training.weight_decay * old)
+                losses.append(loss.detach())
+        return {name: tensor.detach() for name, tensor in params.items()}, torch.stack(losses).mean()
+
+    def extract(
+        self,
+        server: Server,
+        task: Task,
+        participants: Sequence[int],
+        key: int,
+        clients: dict[int, Tree],
+        summation: Summation,
+        *,
+        local_params: dict[int, Tree],
+    ) -> RoundOutcome:
+        x, y = self._data(task)
+        broadcast = self.method.broadcast(self.network, server)
+        excluded: list[int] = []
+        for position, client in enumerate(participants):
+            held = task.clients[client].to(self.device)
+            data = ClientData(x[held], y[held], task.index, key, client, position)
+            params = local_params.get(client, server.params)
+            state, statistics = self.method.end_of_task(
+                self.network, params, data, clients.get(client, {}), broadcast
+            )
+            if state:
+                clients[client] = state
+            if not all(torch.isfinite(tensor).all() for tensor in statistics.values()):
+                excluded.append(client)
+                continue
+            summation.add([client], {name: tensor.unsqueeze(0) for name, tensor in statistics.items()})
+        sums = summation.close() if len(excluded) < len(participants) else None
+        return RoundOutcome(sums, tuple(excluded))
+
+    def evaluate(self, params: Tree, x: Tensor, y: Tensor, task: int) -> float:
+        right = 0
+        with torch.no_grad():
+            for inputs, labels in zip(x.split(1024), y.split(1024), strict=True):
+                logits = self.network(params, _placed(inputs, self.network), task)
+                right += int((logits.argmax(1) == labels.to(self.device)).sum())
+        return 100 * right / max(len(y), 1)
+
+    def _data(self, task: Task) -> tuple[Tensor, Tensor]:
+        """The task's training data on the device; one task at a time is kept."""
+        if self._resident is None or self._resident[0] is not task:
+            self._resident = (task, _placed(task.train_x, self.network), task.train_y.to(self.device))
+        return self._resident[1:]
+
+
+def _placed(x: Tensor, network: Network) -> Tensor:
+    """On the network's device, and in its precision unless the values are whole numbers (tokens)."""
+    return x.to(network.device, network.dtype if x.is_floating_point() else x.dtype)
