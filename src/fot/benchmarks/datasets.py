@@ -1,0 +1,88 @@
+"""A labelled data set, and the ones the package knows by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from fot.benchmarks.partition import stratified
+from fot.errors import UserError
+from fot.randomness import key
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Training and test samples as they were read: pictures as uint8 (N, C, H, W), tables as float32 (N, d).
+
+    Labels are 0, ..., `classes` - 1. `owners` numbers who holds each training sample, where the data say
+    so. `notes` are lines the reader wants seen, such as pictures that it could not open.
+    """
+
+    name: str
+    train_x: np.ndarray
+    train_y: np.ndarray
+    test_x: np.ndarray
+    test_y: np.ndarray
+    classes: int
+    class_names: tuple[str, ...] = ()
+    owners: np.ndarray | None = None
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for split, x, y in (("training", self.train_x, self.train_y), ("test", self.test_x, self.test_y)):
+            if len(x) != len(y):
+                raise UserError(f"{self.name}: {len(x)} {split} samples but {len(y)} labels")
+            if len(y) == 0:
+                raise UserError(f"{self.name}: there are no {split} samples")
+            if y.min() < 0 or y.max() >= self.classes:
+                raise UserError(
+                    f"{self.name}: {split} labels from {y.min()} to {y.max()},"
+                    f" but classes are 0 to {self.classes - 1}"
+                )
+        if self.train_x.shape[1:] != self.test_x.shape[1:]:
+            raise UserError(
+                f"{self.name}: training samples of shape {self.train_x.shape[1:]},"
+                f" test samples of {self.test_x.shape[1:]}"
+            )
+
+    def only(self, classes: Sequence[int]) -> Dataset:
+        """The samples of these classes, relabelled 0, 1, ... in the order given."""
+        new = np.full(self.classes, -1)
+        new[list(classes)] = np.arange(len(classes))
+        train, test = new[self.train_y] >= 0, new[self.test_y] >= 0
+        return Dataset(
+            self.name,
+            self.train_x[train],
+            new[self.train_y[train]],
+            self.test_x[test],
+            new[self.test_y[test]],
+            len(classes),
+            tuple(self.class_names[c] for c in classes) if self.class_names else (),
+            None if self.owners is None else self.owners[train],
+        )
+
+
+@lru_cache(maxsize=1)
+def digits() -> Dataset:
+    """The 1,797 handwritten digits that scikit-learn carries: 64 values of 0 to 16; needs no download.
+
+    A fifth of every class is the test part, the same one always.
+
+    Examples
+    --------
+    >>> data = digits()
+    >>> data.train_x.shape, data.test_x.shape
+    ((1438, 64), (359, 64))
+    """
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise UserError("the digits come with scikit-learn: pip install scikit-learn") from None
+    x, y = load_digits(return_X_y=True)
+    x, y = x.astype(np.uint8), y.astype(np.int64)
+    train, test = (part.numpy() for part in stratified(torch.from_numpy(y), 0.2, key(0, "digits")))
+    return Dataset("digits", x[train], y[train], x[test], y[test], 10)
