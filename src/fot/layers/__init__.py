@@ -1,0 +1,7 @@
+"""Protected layers: which weights of a model act on inputs, and both as matrices."""
+
+from fot.layers.find import Protection, find_layers
+from fot.layers.layer import Layer
+from fot.layers.record import recorded_inputs
+
+__all__ = ["Layer", "Protection", "find_layers", "recorded_inputs"]
