@@ -32,11 +32,18 @@ class Network:
     """
 
     def __init__(
-        self, module: nn.Module, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+        self,
+        module: nn.Module,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        autocast: bool = False,
     ) -> None:
         self.module = copy.deepcopy(module).to(device=device, dtype=dtype)
         self.device = torch.device(device)
         self.dtype = dtype
+        self.autocast = autocast
+        """Whether matrix products run in bfloat16; parameters and sums keep their precision."""
 
     @property
     def multi_head(self) -> bool:
@@ -46,8 +53,9 @@ class Network:
         """The logits of ``x`` on the head of ``task``."""
         self.module.train(training)
         inputs = (x, task) if self.multi_head else (x,)
-        logits: Tensor = functional_call(self.module, params, inputs)
-        return logits
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
+            logits: Tensor = functional_call(self.module, params, inputs)
+        return logits.to(self.dtype)
 
     def tree(self) -> Tree:
         """Copies of the module's own parameters and buffers: where a run begins."""

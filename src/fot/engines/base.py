@@ -25,7 +25,7 @@ from fot.options import Between
 class Training:
     """How clients train, and for how long: the same for every method."""
 
-    rounds: int | tuple[int, ...] = 10
+    rounds: Annotated[int, Between(1)] | tuple[Annotated[int, Between(1)], ...] = 10
     """Rounds for each task: one number, or one for each task."""
     cohort: Annotated[int, Between(1)] = 10
     """Clients that train in a round, drawn anew each time among those with data of the task."""
@@ -35,6 +35,10 @@ class Training:
     batch_size: Annotated[int, Between(1)] = 32
     lr: Annotated[float, Between(0)] = 0.01
     weight_decay: Annotated[float, Between(0)] = 0.0
+
+    def rounds_of(self, task: int) -> int:
+        """The rounds of a task; past the end of a list, its last entry holds."""
+        return self.rounds if isinstance(self.rounds, int) else self.rounds[min(task, len(self.rounds) - 1)]
 
 
 @dataclass(frozen=True)

@@ -104,13 +104,20 @@ class Method:
         return Server({**server.params, **moved}, server.state)
 
     def consolidate(
-        self, network: Network, server: Server, sums: Tree, task: int
+        self, network: Network, server: Server, sums: Tree, task: int, key: int
     ) -> tuple[Server, dict[str, Any]]:
-        """The server after a task, from the summed statistics, and what to tell of it."""
+        """The server after a task, from the summed statistics, and what to tell of it.
+
+        ``key`` is the server's own, for what it may draw.
+        """
         return server, {}
 
     def usage(self, network: Network, server: Server) -> dict[str, float]:
         """The share of each layer's input space that is taken, in percent."""
+        return {}
+
+    def dimensions(self, network: Network) -> dict[str, int]:
+        """The protected layers and the dimension of their inputs."""
         return {}
 
     @property

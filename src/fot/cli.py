@@ -1,0 +1,200 @@
+"""The command line: parse, call, print."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from fot import __version__
+from fot.errors import UserError
+
+app = typer.Typer(
+    name="fot",
+    help="Continual federated learning: one global model learns task after task and forgets none.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+bench = typer.Typer(help="Measure this machine: memory and speed.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+console = Console()
+
+Recipe = Annotated[str, typer.Argument(help="A recipe's name (see `fot list`) or the path of a TOML file.")]
+Out = Annotated[Optional[Path], typer.Option(help="Folder of the results; runs/RECIPE/... by default.")]
+Set = Annotated[
+    Optional[list[str]],
+    typer.Option("--set", metavar="KEY=VALUE", help="Change one setting, e.g. training.lr=0.1; repeatable."),
+]
+Partition = Annotated[Optional[str], typer.Option(help="How data are dealt to clients: iid, shards, ...")]
+EngineName = Annotated[Optional[str], typer.Option(help="Where clients compute.")]
+Device = Annotated[Optional[str], typer.Option(help="cpu, cuda, cuda:1, ...")]
+
+
+@app.command()
+def run(
+    recipe: Recipe,
+    method: Annotated[Optional[str], typer.Option(help="A method, or your own as package.module:Class.")] = None,
+    partition: Partition = None,
+    seed: Annotated[Optional[int], typer.Option(min=0)] = None,
+    engine: EngineName = None,
+    device: Device = None,
+    out: Out = None,
+    sets: Set = None,
+) -> None:
+    """Run one method on one recipe."""
+    from fot.federation.experiment import resolve
+    from fot.federation.launch import default_path
+    from fot.results.table import headline, run_table
+
+    experiment = resolve(
+        recipe, method=method, partition=partition, seed=seed, engine=engine, device=device, sets=sets or ()
+    )
+    path = out or default_path(_root(recipe), experiment)
+    summary = _run(experiment, path, "")
+    console.print()
+    console.print(run_table(summary))
+    console.print(headline(summary))
+    console.print(f"report: {path / 'report.html'}", soft_wrap=True)
+
+
+@app.command()
+def compare(
+    what: Annotated[list[str], typer.Argument(metavar="RECIPE | DIR...", help="A recipe, or folders of runs.")],
+    methods: Annotated[str, typer.Option(help="Methods, separated by commas.")] = "",
+    seeds: Annotated[int, typer.Option(min=1, help="How many seeds: 0, 1, ...")] = 3,
+    partition: Partition = None,
+    engine: EngineName = None,
+    device: Device = None,
+    out: Out = None,
+    sets: Set = None,
+) -> None:
+    """Run several methods over several seeds on one recipe, or compare runs that are there."""
+    from fot.federation.experiment import resolve
+    from fot.federation.launch import default_path
+    from fot.results import RunFolder, write_comparison
+    from fot.results.table import comparison_table
+
+    if methods:
+        if len(what) > 1:
+            raise UserError("compare with --methods takes one recipe; leave --methods out to compare folders")
+        root = out or _root(what[0])
+        experiments = [
+            resolve(what[0], method=m, partition=p, seed=s, engine=engine, device=device, sets=sets or ())
+            for p in (partition.split(",") if partition else [None])
+            for m in methods.split(",")
+            for s in range(seeds)
+        ]
+        paths = [default_path(root, experiment) for experiment in experiments]
+        for number, (experiment, path) in enumerate(zip(experiments, paths, strict=True), start=1):
+            _run(experiment, path, f"{number}/{len(paths)} ")
+    else:
+        paths = [path for name in what for path in _run_folders(Path(name))]
+        root = out or (Path(what[0]) if len(what) == 1 else Path("runs"))
+    summaries = [RunFolder.open(path).read_summary() for path in paths]
+    report = write_comparison(paths, root / "comparison.html")
+    console.print()
+    console.print(comparison_table(summaries))
+    console.print(f"report: {report}", soft_wrap=True)
+
+
+@app.command()
+def report(folder: Annotated[Path, typer.Argument(help="A run folder, or a folder of runs.")]) -> None:
+    """Write report.html anew from what a run folder holds."""
+    from fot.results import RunFolder, write_comparison, write_report
+
+    if RunFolder(folder).finished:
+        written = write_report(folder)
+    else:
+        written = write_comparison(_run_folders(folder), folder / "comparison.html")
+    console.print(f"report: {written}", soft_wrap=True)
+
+
+@app.command("list")
+def list_all() -> None:
+    """Show the recipes, methods, benchmarks and models that there are."""
+    from fot.benchmarks.catalogue import BENCHMARKS
+    from fot.federation.experiment import recipes
+    from fot.methods import METHODS
+    from fot.models import MODELS
+
+    about = {name: path.read_text(encoding="utf-8").split("\n", 1)[0] for name, path in recipes().items()}
+    _table("recipes", {name: line.lstrip("# ") for name, line in about.items()})
+    _table("methods", {name: _first_line(method) for name, method in METHODS.items()})
+    _table("benchmarks", {name: benchmark.about for name, benchmark in BENCHMARKS.items()})
+    _table("models", {name: _first_line(model) for name, model in MODELS.items()})
+
+
+@bench.command("sketch")
+def bench_sketch() -> None:
+    """Extra memory of the sketch of a 2048-wide layer over 100,000 samples."""
+    from fot.subspace.bench import sketch_memory
+
+    _table("bench sketch", {name: str(value) for name, value in sketch_memory().items()})
+
+
+def main() -> None:
+    """Enter here: a user's mistake is one line and exit code 2, ours exit code 1; ``--debug`` shows traces."""
+    debug = "--debug" in sys.argv
+    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    if arguments == ["--version"]:
+        print(f"fot {__version__}")
+        return
+    try:
+        app(args=arguments)
+    except UserError as error:
+        if debug:
+            traceback.print_exc()
+        print(f"fot: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("fot: interrupted", file=sys.stderr)
+        sys.exit(130)
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        print(f"fot: internal error: {type(error).__name__}: {error} (--debug shows where)", file=sys.stderr)
+        sys.exit(1)
+
+
+def _run(experiment: Any, path: Path, prefix: str) -> dict[str, Any]:
+    from fot.federation.launch import finished, launch
+    from fot.results.progress import display
+
+    partition = experiment.benchmark.get("partition", "iid")
+    title = f"{prefix}{experiment.benchmark['name']} {experiment.method['name']} {partition} seed {experiment.seed}"
+    if finished(experiment, path):
+        console.print(f"{title}: already run, read from {path}", highlight=False, soft_wrap=True)
+    with display(console, title) as shown:
+        return launch(experiment, path, shown)
+
+
+def _root(recipe: str) -> Path:
+    return Path("runs") / Path(recipe).stem
+
+
+def _run_folders(folder: Path) -> list[Path]:
+    """The folder itself where it is a finished run, or the finished runs right below it."""
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a folder of runs; to run a recipe, name the methods with --methods")
+    found = [path for path in (folder, *sorted(folder.iterdir())) if (path / "summary.json").exists()]
+    if not found:
+        raise UserError(f"{folder} holds no finished run (no summary.json)")
+    return found
+
+
+def _table(title: str, rows: dict[str, str]) -> None:
+    table = Table(title=title, title_justify="left", box=None, show_header=False, padding=(0, 2))
+    for name, text in rows.items():
+        table.add_row(f"[bold]{name}", text)
+    console.print(table)
+    console.print()
+
+
+def _first_line(documented: Any) -> str:
+    return (documented.__doc__ or "").strip().split("\n", 1)[0]

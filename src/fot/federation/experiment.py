@@ -1,0 +1,323 @@
+"""What a run is: every setting in one frozen object, read from TOML and written back as TOML.
+
+A recipe has the tables ``[benchmark]``, ``[model]``, ``[method]``, ``[training]``, ``[engine]``,
+``[aggregation]`` and ``[evaluation]``, and ``seed``. Two more tables say what differs:
+``[methods.NAME]`` holds options of one method, so that a recipe serves several, and
+``[when.PARTITION]`` is merged over the rest under that partition.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import importlib
+import inspect
+import json
+import sys
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+
+from fot.aggregation import Aggregation, make_aggregation
+from fot.benchmarks.catalogue import BENCHMARKS, Benchmark, Option, build
+from fot.benchmarks.stream import Stream
+from fot.engines.base import Training
+from fot.errors import UserError
+from fot.methods import METHODS, Method
+from fot.models import MODELS
+from fot.options import Between, checked, convert, defaults
+from fot.randomness import key
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+Table = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Where clients compute, and how exactly."""
+
+    kind: Literal["sequential"] = "sequential"
+    device: str = "auto"
+    """``auto`` is the first GPU, or the CPU where there is none."""
+    precision: Literal["float32", "float64", "tf32", "bfloat16"] = "float32"
+
+    def resolved_device(self) -> torch.device:
+        """The device that ``device`` names, which must be there."""
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            device = torch.device(self.device)
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError):
+            raise UserError(f"engine.device: {self.device!r} is not to be had here; try auto or cpu") from None
+        return device
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """When the global model is tested: at the end of every task in any case."""
+
+    every: Annotated[int, Between(0)] = 0
+    """Also after every so many rounds; 0 for not."""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A run's settings, complete and checked: what ``experiment.toml`` in a run folder says.
+
+    Examples
+    --------
+    >>> experiment = resolve("digits", method="fedavg", sets=["training.lr=0.05"])
+    >>> experiment.method, experiment.training.lr
+    ({'name': 'fedavg'}, 0.05)
+    >>> Experiment.from_table(tomllib.loads(experiment.to_toml())) == experiment
+    True
+    """
+
+    benchmark: Table
+    model: Table
+    method: Table
+    aggregation: Table
+    training: Training = field(default_factory=Training)
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    seed: int = 0
+
+    @classmethod
+    def from_table(cls, table: Mapping[str, Any]) -> Experiment:
+        """Check every key of a table without ``methods`` and ``when``, and fill in the defaults."""
+        tables = ("benchmark", "model", "method", "aggregation", "training", "engine", "evaluation")
+        for name in table:
+            if name != "seed" and name not in tables:
+                close = difflib.get_close_matches(name, [*tables, "seed"], n=1)
+                hint = f"; did you mean {close[0]}?" if close else ""
+                raise UserError(f"{name}: no such table{hint} (allowed: {', '.join([*tables, 'seed'])})")
+            if name != "seed" and not isinstance(table[name], Mapping):
+                raise UserError(f"{name}: {table[name]!r} is not a table; write [{name}] and its keys below")
+        part = {name: dict(table.get(name, {})) for name in tables}
+        return cls(
+            benchmark=_named("benchmark", part["benchmark"], benchmark_builder),
+            model=_named("model", part["model"], model_builder),
+            method=_named("method", part["method"], method_class),
+            aggregation=_filled(_aggregation, part["aggregation"], "aggregation"),
+            training=Training(**checked(Training, part["training"], "training")),
+            engine=EngineOptions(**checked(EngineOptions, part["engine"], "engine")),
+            evaluation=Evaluation(**checked(Evaluation, part["evaluation"], "evaluation")),
+            seed=convert(table.get("seed", 0), Annotated[int, Between(0)], "seed"),
+        )
+
+    def to_table(self) -> Table:
+        """The settings as nested tables; an option that is None is left out."""
+        table: Table = _without_none(asdict(self))
+        return table
+
+    def to_toml(self) -> str:
+        """The settings as TOML: a recipe that repeats this run."""
+        return "".join(_toml_lines(self.to_table()))
+
+    def make_stream(self) -> Stream:
+        """The benchmark's stream of tasks."""
+        options = _options(self.benchmark)
+        if ":" in self.benchmark["name"]:
+            stream: Stream = benchmark_builder(self.benchmark["name"])(seed=self.seed, **options)
+            return stream
+        return build(self.benchmark["name"], seed=self.seed, **options)
+
+    def make_model(self) -> torch.nn.Module:
+        """The model, with initial weights that depend on the seed alone."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(key(self.seed, "model"))
+            return model_builder(self.model["name"])(**_options(self.model))
+
+    def make_method(self) -> Method:
+        """The method, with its options."""
+        return method_class(self.method["name"])(**_options(self.method))
+
+    def make_aggregation(self) -> Aggregation:
+        """How sums are formed."""
+        return make_aggregation(**self.aggregation, seed=self.seed)
+
+
+def recipes() -> dict[str, Path]:
+    """The recipes that come with the package."""
+    return {path.stem: path for path in sorted(RECIPES.glob("*.toml"))}
+
+
+def resolve(
+    recipe: str | Path,
+    *,
+    method: str | None = None,
+    partition: str | None = None,
+    seed: int | None = None,
+    engine: str | None = None,
+    device: str | None = None,
+    sets: Sequence[str] = (),
+) -> Experiment:
+    """The experiment of a recipe (a name, or the path of a TOML file) under some changes.
+
+    ``sets`` are texts ``key=value``, the key dotted (``training.lr=0.1``), the value as in TOML.
+    """
+    table = _read(recipe)
+    changes: Table = {}
+    flags = {"method.name": method, "benchmark.partition": partition, "seed": seed}
+    flags |= {"engine.kind": engine, "engine.device": device}
+    for key, value in [*map(_assignment, sets), *((k, v) for k, v in flags.items() if v is not None)]:
+        _merge(changes, _nested(key.split("."), value))
+    per_method, when = table.pop("methods", {}), table.pop("when", {})
+    kind = _look(changes, "benchmark", "partition") or _look(table, "benchmark", "partition") or "iid"
+    _merge(table, copy.deepcopy(when.get(kind, {})))
+    _merge(per_method, table.pop("methods", {}))
+    name = _look(changes, "method", "name") or _look(table, "method", "name")
+    if name != _look(table, "method", "name"):
+        table["method"] = {}  # the options written there are another method's
+    _merge(table, {"method": {**per_method.get(name, {}), **table.get("method", {})}})
+    _merge(table, changes)
+    return Experiment.from_table(table)
+
+
+def method_class(name: str) -> type[Method]:
+    """A method by its name, or a user's own as ``package.module:Class``."""
+    found = lookup(name, METHODS, "method")
+    if not (isinstance(found, type) and issubclass(found, Method)):
+        raise UserError(f"method.name: {name} is not a subclass of fot.methods.Method")
+    return found
+
+
+def model_builder(name: str) -> Callable[..., torch.nn.Module]:
+    """A model by its name, or a user's own as ``package.module:Class``."""
+    found: Callable[..., torch.nn.Module] = lookup(name, MODELS, "model")
+    return found
+
+
+def benchmark_builder(name: str) -> Callable[..., Any]:
+    """What takes the options of a benchmark: of a catalogued one, or a user's ``package.module:function``.
+
+    A user's function takes ``seed`` and options of its own and returns a stream of tasks.
+    """
+    found = lookup(name, BENCHMARKS, "benchmark")
+    if not isinstance(found, Benchmark):
+        return found  # type: ignore[no-any-return]
+    options = {"partition": Option(str, "iid"), "data_dir": Option(str, None), **found.options}
+
+    def builder(**_: Any) -> None: ...
+
+    builder.__annotations__ = {name: option.type for name, option in options.items()}
+    builder.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option.default)
+        for name, option in options.items()
+    )
+    return builder
+
+
+def lookup(name: str, catalogue: Mapping[str, Any], what: str) -> Any:
+    """An entry of a catalogue, or what ``package.module:attribute`` names."""
+    if ":" not in name:
+        if name in catalogue:
+            return catalogue[name]
+        close = difflib.get_close_matches(name, catalogue, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        listed = ", ".join(catalogue)
+        raise UserError(f"{what}.name: no {what} is called {name!r}{hint} ({listed}, or package.module:Name)")
+    module, _, attribute = name.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # the user's own file in the current folder
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        raise UserError(f"{what}.name: cannot import {module!r} ({error}); run from the folder that holds it") from None
+    except AttributeError:
+        raise UserError(f"{what}.name: {module!r} has no {attribute!r}") from None
+
+
+def _named(section: str, table: Table, find: Callable[[str], Callable[..., Any]]) -> Table:
+    name = table.pop("name", None)
+    if not isinstance(name, str):
+        raise UserError(f"{section}.name: missing; `fot list` shows what there is")
+    return {"name": name, **_filled(find(name), table, section)}
+
+
+def _filled(target: Callable[..., Any], table: Table, section: str) -> Table:
+    return defaults(target, given=["seed"]) | checked(target, table, section, given=["seed"])
+
+
+def _options(table: Table) -> Table:
+    return {name: value for name, value in table.items() if name != "name"}
+
+
+def _aggregation(kind: Literal["plain", "encoded", "secure"] = "plain") -> None: ...
+
+
+def _read(recipe: str | Path) -> Table:
+    path = recipes().get(str(recipe), Path(recipe))
+    if path.is_dir():
+        path = path / "experiment.toml"
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        close = difflib.get_close_matches(str(recipe), recipes(), n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        listed = ", ".join(recipes())
+        raise UserError(f"no recipe or file {str(recipe)!r}{hint} (recipes: {listed})") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not valid TOML: {error}") from None
+
+
+def _assignment(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise UserError(f"--set {text}: write it as key=value, for example training.lr=0.1")
+    try:
+        return key.strip(), tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key.strip(), value.strip()
+
+
+def _nested(path: Sequence[str], value: Any) -> Table:
+    return {path[0]: _nested(path[1:], value) if len(path) > 1 else value}
+
+
+def _merge(into: Table, table: Mapping[str, Any]) -> None:
+    for name, value in table.items():
+        if isinstance(value, Mapping) and isinstance(into.get(name), dict):
+            _merge(into[name], value)
+        else:
+            into[name] = value
+
+
+def _look(table: Mapping[str, Any], *path: str) -> Any:
+    for name in path:
+        if not isinstance(table, Mapping) or name not in table:
+            return None
+        table = table[name]
+    return table
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_none(item) for name, item in value.items() if item is not None}
+    return value
+
+
+def _toml_lines(table: Table, path: tuple[str, ...] = ()) -> Iterator[str]:
+    """TOML needs a table's own keys before its sub-tables."""
+    for name, value in table.items():
+        if not isinstance(value, dict):
+            yield f"{_toml_key(name)} = {_toml_value(value)}\n"
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield f"\n[{'.'.join(map(_toml_key, (*path, name)))}]\n"
+            yield from _toml_lines(value, (*path, name))
+
+
+def _toml_key(name: str) -> str:
+    return name if name.replace("_", "a").replace("-", "a").isalnum() and name.isascii() else json.dumps(name)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_toml_value, value))}]"
+    return json.dumps(value)

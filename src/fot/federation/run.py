@@ -1,0 +1,286 @@
+"""The loop: tasks, rounds, the end of each task; and what is measured on the way.
+
+Data flow one way: the engine runs the cohort's local training, the aggregation forms the sum, the
+method updates the server, an event tells of it. At a task's end the same walk carries statistics.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fot import __version__
+from fot.aggregation import Aggregation, Sums
+from fot.benchmarks.stream import Stream, Task
+from fot.engines.base import Engine, RoundKeys, RoundOutcome
+from fot.engines.sequential import LOSS, SequentialEngine
+from fot.errors import UserError
+from fot.federation.experiment import Experiment
+from fot.methods.base import Method, Server
+from fot.network import Network, Tree
+from fot.randomness import key, permutation
+from fot.results import metrics
+
+Observer = Callable[..., None]
+"""Called as ``observer(event, **fields)`` for everything that happens."""
+
+
+@dataclass
+class State:
+    """All that a run carries from one round to the next."""
+
+    server: Server
+    clients: dict[int, Tree] = field(default_factory=dict)
+    """What clients keep between rounds, for the methods that keep anything there."""
+    accuracy: list[list[float | None]] = field(default_factory=list)
+    """Row i: task i; column t: after task t."""
+    initial: list[float] = field(default_factory=list)
+    zero_shot: list[float] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    usage: dict[str, list[float]] = field(default_factory=dict)
+    bytes_up: dict[str, int] = field(default_factory=lambda: {"training": 0, "extraction": 0})
+    bytes_down: dict[str, int] = field(default_factory=lambda: {"training": 0, "extraction": 0})
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("train", "extract", "evaluate"), 0.0))
+    rounds: int = 0
+    excluded: int = 0
+
+
+class Run:
+    """One experiment, from its settings to its summary.
+
+    Parameters
+    ----------
+    experiment
+        The settings.
+    observer
+        Told of every event as it happens.
+    """
+
+    def __init__(self, experiment: Experiment, observer: Observer | None = None) -> None:
+        self.experiment = experiment
+        self.tell: Observer = observer or (lambda event, **fields: None)
+        self.stream: Stream = experiment.make_stream()
+        self.method: Method = experiment.make_method()
+        self.aggregation: Aggregation = experiment.make_aggregation()
+        if experiment.aggregation["kind"] == "secure" and not self.method.sums_only:
+            name = experiment.method["name"]
+            raise UserError(f"aggregation.kind: {name} needs more than sums, so it cannot run under secure sums")
+        options = experiment.engine
+        self.device = options.resolved_device()
+        if self.device.type == "cuda":
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = options.precision == "tf32"
+        self.network = Network(
+            experiment.make_model(),
+            device=self.device,
+            dtype=torch.float64 if options.precision == "float64" else torch.float32,
+            autocast=options.precision == "bfloat16",
+        )
+        if self.stream.multi_head != self.network.multi_head:
+            raise UserError(
+                f"{experiment.benchmark['name']} has {'a head for each task' if self.stream.multi_head else 'one head'}"
+                f" and model {experiment.model['name']} does not: set model.multi_head or choose another model"
+            )
+        self.engine: Engine = SequentialEngine(self.network, self.method, experiment.training)
+        self.state = State(Server(self.network.tree(), {}))
+        self._initial = dict(self.state.server.params)
+        self._tests: list[tuple[Tensor, Tensor]] = []
+
+    def __call__(self) -> dict[str, Any]:
+        """Run to the end; returns the summary."""
+        tasks = len(self.stream) if hasattr(self.stream, "__len__") else None
+        described = self._described()
+        parameters = sum(p.numel() for p in self.network.module.parameters())
+        self.tell("run_started", **described, tasks=tasks, clients=self.stream.num_clients, parameters=parameters)
+        for task, last in _with_last(self.stream):
+            self._task(task, last)
+        summary = self.summary()
+        self.tell("run_finished", acc=summary["acc"], fgt=summary["fgt"])
+        return summary
+
+    def _task(self, task: Task, last: bool) -> None:
+        seed, training, state = self.experiment.seed, self.experiment.training, self.state
+        rounds = training.rounds_of(task.index)
+        self.tell("task_started", task=task.index, name=task.name, classes=task.classes, rounds=rounds)
+        head = self.network.add_task(task.classes, seed, task.index)
+        state.server = Server({**state.server.params, **head}, state.server.state)
+        self._tests.append((task.test_x, task.test_y))
+        state.names.append(task.name)
+        if not self.network.multi_head:
+            with self._clock("evaluate"):
+                state.initial.append(self._test(self._initial, task.index))
+                state.zero_shot.append(self._test(state.server.params, task.index))
+        holders = [client for client, held in enumerate(task.clients) if len(held)]
+        if not holders:
+            raise UserError(f"task {task.index + 1} ({task.name}): no client holds any of its data")
+        cohort: list[int] = []
+        outcome = RoundOutcome(None)
+        for round in range(rounds):
+            drawn = permutation(key(seed, "cohort", task.index, round), len(holders))[: training.cohort]
+            cohort = sorted(holders[i] for i in drawn.tolist())
+            keep_local = self.method.model == "local" and not last and round == rounds - 1
+            outcome = self._round(task, round, cohort, keep_local)
+            every = self.experiment.evaluation.every
+            if every and (round + 1) % every == 0 and round + 1 < rounds:
+                self._evaluate(task.index, round)
+        if self.method.extracts and not last:
+            participants = holders if self.method.participants == "all" else cohort
+            self._extract(task, participants, outcome.local_params)
+        for layer, share in self.method.usage(self.network, state.server).items():
+            state.usage.setdefault(layer, [0.0] * task.index).append(share)
+        accuracies = self._evaluate(task.index, None)
+        for row in state.accuracy:
+            row.append(None)
+        state.accuracy.append([None] * (task.index + 1))
+        for i, value in enumerate(accuracies):
+            state.accuracy[i][task.index] = value
+
+    def _round(self, task: Task, round: int, cohort: list[int], keep_local: bool) -> RoundOutcome:
+        state, seed, training = self.state, self.experiment.seed, self.experiment.training
+        keys = RoundKeys(*(key(seed, purpose, task.index, round) for purpose in ("order", "dropout", "augment")))
+        start = time.perf_counter()
+        with self._clock("train"):
+            summation = self.aggregation.open(cohort, kind="update", path=(task.index, round))
+            outcome = self.engine.train(
+                state.server, task, cohort, keys, state.clients, summation, keep_local=keep_local
+            )
+            sums = outcome.sums
+            void = sums is None or len(sums.clients) < training.min_clients
+            loss = None
+            if sums is not None and not void:
+                mean = {name: total / len(sums.clients) for name, total in sums.arrays.items()}
+                loss = float(mean.pop(LOSS))
+                state.server = self.method.aggregate(self.network, state.server, mean)
+        sent = [*self.network.trained(task.index), *self.network.carried()]
+        down = _bytes({name: state.server.params[name] for name in sent})
+        up, down = self._count("training", sums, down)
+        state.rounds += 1
+        state.excluded += len(outcome.excluded)
+        self.tell(
+            "round_finished", task=task.index, round=round, loss=loss,
+            clients=len(sums.clients) if sums else 0, excluded=list(outcome.excluded), void=void,
+            bytes_up=up, bytes_down=down, seconds=time.perf_counter() - start,
+        )  # fmt: skip
+        return outcome
+
+    def _extract(self, task: Task, participants: Sequence[int], local_params: dict[int, Tree]) -> None:
+        state = self.state
+        start = time.perf_counter()
+        with self._clock("extract"):
+            path = (task.index, self.experiment.training.rounds_of(task.index))
+            summation = self.aggregation.open(participants, kind="statistics", path=path)
+            outcome = self.engine.extract(
+                state.server, task, participants, key(self.experiment.seed, "extraction", task.index),
+                state.clients, summation, local_params=local_params,
+            )  # fmt: skip
+            sent = {name: state.server.params[name] for name in self.network.trained(task.index)}
+            down = _bytes(sent) + _bytes(self.method.broadcast(self.network, state.server))
+            report: dict[str, Any] = {}
+            if outcome.sums is None:
+                self.tell("warning", message=f"task {task.index + 1}: no client sent finite statistics; nothing is kept")
+            else:
+                draw = key(self.experiment.seed, "consolidation", task.index)
+                state.server, report = self.method.consolidate(
+                    self.network, state.server, outcome.sums.arrays, task.index, draw
+                )
+        up, down = self._count("extraction", outcome.sums, down)
+        state.excluded += len(outcome.excluded)
+        for message in report.pop("warnings", []):
+            self.tell("warning", message=message)
+        self.tell(
+            "extracted", task=task.index, **report, clients=len(outcome.sums.clients) if outcome.sums else 0,
+            excluded=list(outcome.excluded), bytes_up=up, bytes_down=down, seconds=time.perf_counter() - start,
+        )  # fmt: skip
+
+    def _evaluate(self, task: int, round: int | None) -> list[float]:
+        with self._clock("evaluate"):
+            accuracies = [self._test(self.state.server.params, seen) for seen in range(task + 1)]
+        named = {str(seen): value for seen, value in enumerate(accuracies)}
+        self.tell("evaluated", task=task, round=round, accuracies=named)
+        return accuracies
+
+    def _test(self, params: Tree, task: int) -> float:
+        return self.engine.evaluate(params, *self._tests[task], task)
+
+    def _count(self, part: str, sums: Sums | None, broadcast: int) -> tuple[int, int]:
+        up, down = (sums.bytes_up, sums.bytes_down + broadcast) if sums else (0, broadcast)
+        self.state.bytes_up[part] += up
+        self.state.bytes_down[part] += down
+        return up, down
+
+    @contextmanager
+    def _clock(self, part: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.state.seconds[part] += time.perf_counter() - start
+
+    def _described(self) -> dict[str, Any]:
+        experiment = self.experiment
+        return {
+            "version": __version__,
+            "benchmark": experiment.benchmark["name"],
+            "method": experiment.method["name"],
+            "partition": experiment.benchmark.get("partition", "iid"),
+            "seed": experiment.seed,
+            "engine": self.engine.name,
+            "device": _device_name(self.device),
+        }
+
+    def summary(self) -> dict[str, Any]:
+        """The results so far, as ``summary.json`` holds them."""
+        state, single = self.state, not self.network.multi_head
+        layers = {name: dimension for name, dimension in self.method.dimensions(self.network).items()}
+        return {
+            **self._described(),
+            "acc": metrics.average_accuracy(state.accuracy),
+            "fgt": metrics.forgetting(state.accuracy),
+            "fgt_max": metrics.forgetting_max(state.accuracy),
+            "bwt": metrics.backward_transfer(state.accuracy),
+            "fwt": metrics.forward_transfer(state.zero_shot, state.initial) if single else None,
+            "accuracy": state.accuracy,
+            "zero_shot": state.zero_shot if single else None,
+            "initial": state.initial if single else None,
+            "tasks": state.names,
+            "clients": self.stream.num_clients,
+            "cohort": self.experiment.training.cohort,
+            "rounds": state.rounds,
+            "parameters": sum(p.numel() for p in self.network.module.parameters()),
+            "excluded": state.excluded,
+            "layers": layers,
+            "subspace": state.usage,
+            "bytes_up": state.bytes_up,
+            "bytes_down": state.bytes_down,
+            "seconds": state.seconds,
+        }
+
+
+def _with_last(stream: Stream) -> Iterator[tuple[Task, bool]]:
+    """Each task, and whether it is the last: nothing is extracted after that one.
+
+    A stream with a length is never asked for a task before its time; one without is looked ahead in.
+    """
+    if hasattr(stream, "__len__"):
+        last = len(stream) - 1
+        yield from ((task, task.index == last) for task in stream)
+        return
+    tasks = iter(stream)
+    current = next(tasks, None)
+    while current is not None:
+        following = next(tasks, None)
+        yield current, following is None
+        current = following
+
+
+def _bytes(tree: Tree) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tree.values())
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)

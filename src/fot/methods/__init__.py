@@ -1,0 +1,11 @@
+"""Methods by name: one a file, each readable beside its paper."""
+
+from __future__ import annotations
+
+from fot.methods.base import Batch, ClientData, Method, Server
+from fot.methods.fedavg import FedAvg
+from fot.methods.fot import FOT
+
+METHODS: dict[str, type[Method]] = {"fedavg": FedAvg, "fot": FOT}
+
+__all__ = ["FOT", "METHODS", "Batch", "ClientData", "FedAvg", "Method", "Server"]

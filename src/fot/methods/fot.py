@@ -1,0 +1,126 @@
+"""Federated Orthogonal Training (Bakman et al., ICLR 2024).
+
+Clients train as usual and keep nothing. The server keeps, for each protected layer, an orthonormal
+basis O of the inputs that old tasks gave it, and removes from every mean update what acts on them:
+
+    FedProject (eqs. 5-7)   Delta <- Delta (I - O Oᵀ),  W <- W + mu Delta
+    GPSE (eqs. 8-11)        after each task, from the sum of the clients' sketches A = X* G, the
+                            principal directions of the new inputs are added to O
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Literal
+
+from fot.layers import Layer, find_layers
+from fot.methods.base import ClientData, Method, Server
+from fot.network import Network, Tree
+from fot.options import Between
+from fot.randomness import fold
+from fot.subspace import SubspaceMemory, sketch, threshold_at
+
+
+@dataclass(frozen=True)
+class FOT(Method):
+    """Project each mean update orthogonally to the inputs of old tasks."""
+
+    threshold: Annotated[float, Between(0, 1)] = 0.95
+    """th_1: the share of the energy of a task's inputs that is to be protected."""
+    increment: Annotated[float, Between(0, 1)] = 0.0
+    """Added to the threshold after each task."""
+    rule: Literal["energy", "authors"] = "energy"
+    """How the rank is chosen: by energy as in GPM, or as the authors' code does."""
+    sketch: Annotated[int, Between(1)] | str | dict[str, Annotated[int, Between(1)] | str] = "d"
+    """The sampling dimension s: a number, a multiple of d ("5d"), or either by layer ({"conv*": "d"})."""
+    mu: Annotated[float, Between(0)] = 1.0
+    """The server's step along the projected mean update (eq. 7)."""
+    protect: tuple[str, ...] | None = None
+    """Names or patterns of the layers to protect; by default all Linear and Conv layers but heads."""
+    bias: bool = False
+    """Protect biases too, as the weights of a constant input; the paper leaves them free."""
+    freeze_first: bool = False
+    """Freeze the first layer after the first task (the paper's FRZ): its inputs, the samples
+    themselves, then take no part in extraction."""
+    participants: Literal["all", "cohort"] = "all"
+    model: Literal["global", "local"] = "global"
+    shared_sketch_seed: Annotated[int, Between(0)] = 0
+    """0: every client draws its own G. n: the k-th client of each of n workers draws the same G, a
+    likely artefact of the authors' code."""
+    exact: bool = False
+    """Sum Gram matrices in place of sketches and let the server draw the sketch: the same law,
+    cheaper in a simulation."""
+
+    def aggregate(self, network: Network, server: Server, mean_update: Tree) -> Server:
+        """FedProject, eqs. (6) and (7)."""
+        memory = self._memory(network, server)
+        update = {name: self.mu * delta for name, delta in memory.project(mean_update).items()}
+        if self.freeze_first and server.state:
+            update = {n: d for n, d in update.items() if not n.startswith(f"{memory.layers[0].name}.")}
+        return super().aggregate(network, server, update)
+
+    def broadcast(self, network: Network, server: Server) -> Tree:
+        """Clients need the basis of each layer that is sketched."""
+        return {layer.name: server.state[layer.name] for layer in self._open(network, server) if server.state}
+
+    def end_of_task(
+        self, network: Network, params: Tree, data: ClientData, client: Tree, broadcast: Tree
+    ) -> tuple[Tree, Tree]:
+        """GPSE on the client, eqs. (8) to (10)."""
+        layers = self._open(network, Server(params, broadcast))
+        shared = self.shared_sketch_seed
+        return client, sketch(
+            network.module,
+            (x for x, _ in data.batches()),
+            layers,
+            broadcast,
+            size=self.sketch,
+            key=fold(data.key, data.position // shared if shared else data.client),
+            exact=self.exact,
+            forward=lambda x: network(params, x, data.task),
+        )
+
+    def consolidate(
+        self, network: Network, server: Server, sums: Tree, task: int, key: int
+    ) -> tuple[Server, dict[str, Any]]:
+        """GPSE on the server, eq. (11): choose the rank of each layer and grow its basis."""
+        memory = self._memory(network, server)
+        threshold = threshold_at(task, self.threshold, self.increment)
+        part = SubspaceMemory(self._open(network, server), memory.bases)
+        size = self.sketch if self.exact else None
+        grown, growth = part.expand(sums, threshold=threshold, rule=self.rule, key=key, size=size)
+        grown = SubspaceMemory(memory.layers, {**memory.bases, **grown.bases})
+        if self.freeze_first:
+            grown = grown.freeze(memory.layers[0].name)
+        filled = set(grown.frozen()) - set(memory.frozen())
+        report = {
+            "threshold": threshold,
+            "layers": {name: asdict(g) for name, g in growth.items()},
+            "warnings": [
+                f"layer {name} is full after task {task + 1}: it is frozen from here on" for name in sorted(filled)
+            ],
+        }
+        return Server(server.params, grown.bases), report
+
+    def usage(self, network: Network, server: Server) -> dict[str, float]:
+        """The rank of each basis over its dimension, in percent."""
+        return self._memory(network, server).usage()
+
+    def dimensions(self, network: Network) -> dict[str, int]:
+        """The inputs' dimension d of each protected layer (summed over groups)."""
+        return {layer.name: layer.groups * layer.dimension for layer in self._layers(network)}
+
+    def _layers(self, network: Network) -> tuple[Layer, ...]:
+        return find_layers(network.module, self.protect, bias=self.bias).layers
+
+    def _memory(self, network: Network, server: Server) -> SubspaceMemory:
+        layers = self._layers(network)
+        if not server.state:
+            return SubspaceMemory.empty(layers, network.dtype, network.device)
+        return SubspaceMemory(layers, server.state)
+
+    def _open(self, network: Network, server: Server) -> tuple[Layer, ...]:
+        """The layers that are sketched: a full one has nothing to learn, a frozen first one is left out."""
+        layers = self._layers(network)[1 if self.freeze_first else 0 :]
+        full = SubspaceMemory(layers, server.state).frozen() if server.state else ()
+        return tuple(layer for layer in layers if layer.name not in full)

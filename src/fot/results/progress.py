@@ -1,0 +1,127 @@
+"""A run as it happens: a live display on a terminal, plain lines everywhere else.
+
+Both are observers: they are called as ``observer(event, **fields)`` with the events of the run.
+"""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Any, Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+
+class Display(Protocol):
+    """Shows the events of a run; a context manager."""
+
+    def __enter__(self) -> Display: ...
+    def __exit__(self, *error: Any) -> None: ...
+    def __call__(self, event: str, **fields: Any) -> None: ...
+
+
+def display(console: Console, title: str) -> Display:
+    """The display that suits the console."""
+    return LiveDisplay(console, title) if console.is_terminal else PlainDisplay(console, title)
+
+
+def accuracies_line(accuracies: dict[str, float], tasks: int | None) -> str:
+    """The accuracy of each task seen so far, and their mean.
+
+    Examples
+    --------
+    >>> accuracies_line({"0": 91.25, "1": 88.0}, 3)
+    '1: 91.2  2: 88.0  3: -   mean 89.6'
+    """
+    seen = [f"{int(task) + 1}: {value:.1f}" for task, value in accuracies.items()]
+    unseen = [f"{task + 1}: -" for task in range(len(accuracies), tasks or 0)]
+    mean = sum(accuracies.values()) / max(len(accuracies), 1)
+    return "  ".join([*seen, *unseen]) + f"   mean {mean:.1f}"
+
+
+class PlainDisplay:
+    """One line a task, for logs and pipes."""
+
+    def __init__(self, console: Console, title: str) -> None:
+        self.console = console
+        self.title = title
+        self.start = time.monotonic()
+        self.tasks: int | None = None
+        self.loss: float | None = None
+
+    def __enter__(self) -> PlainDisplay:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        return None
+
+    def __call__(self, event: str, **fields: Any) -> None:
+        if event == "run_started":
+            self.tasks = fields["tasks"]
+        elif event == "round_finished":
+            self.loss = fields["loss"]
+        elif event == "evaluated" and fields["round"] is None:
+            of = f"/{self.tasks}" if self.tasks else ""
+            line = accuracies_line(fields["accuracies"], self.tasks)
+            loss = f"loss {self.loss:.3f}  " if self.loss is not None else ""
+            self._print(f"{self.title}  task {fields['task'] + 1}{of}  {loss}accuracy {line}")
+        elif event == "warning":
+            self._print(f"{self.title}  warning: {fields['message']}")
+
+    def _print(self, text: str) -> None:
+        self.console.print(f"[{time.monotonic() - self.start:6.1f}s] {text}", markup=False, highlight=False, soft_wrap=True)
+
+
+class LiveDisplay:
+    """A bar over all rounds with the time left, and below it the current accuracies."""
+
+    def __init__(self, console: Console, title: str) -> None:
+        self.title = title
+        self.progress = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("rounds"),
+            TimeRemainingColumn(compact=True, elapsed_when_finished=True),
+            console=console,
+            expand=True,
+        )
+        self.bar = self.progress.add_task(title, total=None)
+        self.accuracies = Text("", style="dim")
+        self.warnings: list[Text] = []
+        self.tasks: int | None = None
+        self.live = Live(self._body(), console=console, refresh_per_second=8)
+
+    def __enter__(self) -> LiveDisplay:
+        self.live.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.live.__exit__(kind, error, trace)
+
+    def __call__(self, event: str, **fields: Any) -> None:
+        if event == "run_started":
+            self.tasks = fields["tasks"]
+        elif event == "task_started":
+            of = f"/{self.tasks}" if self.tasks else ""
+            bar = self.progress.tasks[0]
+            # Rounds to come are taken to be as many a task as this one's; each task sets it right.
+            ahead = fields["rounds"] * ((self.tasks or fields["task"] + 1) - fields["task"])
+            description = f"{self.title}  task {fields['task'] + 1}{of}"
+            self.progress.update(self.bar, description=description, total=bar.completed + ahead)
+        elif event == "round_finished":
+            self.progress.advance(self.bar)
+        elif event == "evaluated":
+            self.accuracies = Text(f"accuracy  {accuracies_line(fields['accuracies'], self.tasks)}", style="dim")
+            self.live.update(self._body())
+        elif event == "warning":
+            self.warnings.append(Text(f"warning: {fields['message']}", style="yellow"))
+            self.live.update(self._body())
+
+    def _body(self) -> Group:
+        return Group(self.progress, self.accuracies, *self.warnings)
