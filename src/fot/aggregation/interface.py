@@ -70,13 +70,13 @@ class Ledger:
         shapes = {name: tuple(array.shape[1:]) for name, array in arrays.items()}
         for name, array in arrays.items():
             if array.ndim == 0 or array.shape[0] != len(clients):
-                raise UserError(f"array '{name}' must have one row for each of the {len(clients)} clients added")
+                raise UserError(f"array '{name}' must have one row for each of the {len(clients)} clients")
         if not arrays:
             raise UserError("nothing to add: give at least one named array")
         if self.added and shapes != self.shapes:
-            wrong = sorted(n for n in shapes.keys() | self.shapes.keys() if shapes.get(n) != self.shapes.get(n))
-            raise UserError(f"clients differ in the names or shapes of their arrays ({', '.join(wrong)}): "
-                            "all clients of a sum must send the same")  # fmt: skip
+            names = shapes.keys() | self.shapes.keys()
+            wrong = ", ".join(sorted(name for name in names if shapes.get(name) != self.shapes.get(name)))
+            raise UserError(f"clients differ in the names or shapes of '{wrong}': all must send the same")
         for client in clients:
             if client not in self.cohort:
                 raise UserError(f"client {client} is not in the cohort of this sum: open the sum with it")
@@ -88,5 +88,5 @@ class Ledger:
     def clients(self) -> tuple[int, ...]:
         """The clients that were added; none at all is an error."""
         if not self.added:
-            raise UserError("an empty sum: every client of the cohort dropped out; lower the dropout or enlarge it")
+            raise UserError("an empty sum: every client of the cohort dropped out; enlarge the cohort")
         return tuple(sorted(self.added))

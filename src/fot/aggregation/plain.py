@@ -31,8 +31,9 @@ class PlainAggregation:
 class PlainSummation:
     """A running sum in float64, on the device of the arrays.
 
-    The order in which clients are added can change the float64 total in its last bit, never the rounded
-    float32 result but in a tie: holding every client's arrays until the end, to sort them, costs more than it gives.
+    Each call adds its clients in the order of their ids. The order of the calls can move the float64 total
+    by its rounding, no more: to hold every client's arrays until the end and sort them costs the memory of
+    a cohort and gains that one bit.
     """
 
     def __init__(self, cohort: Sequence[int]) -> None:

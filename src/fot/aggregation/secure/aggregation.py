@@ -1,0 +1,286 @@
+"""Secure sums within one process: the server and every client of the cohort, as they would be on a network.
+
+A sum takes four exchanges: keys, shares, inputs, unmasking. In a steady state, where the next cohort is
+known, its keys travel with this sum's inputs and its shares with this sum's unmasking, which leaves two. The
+two sessions have no key in common, so it does not matter to either that the other shares its envelopes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from fot.aggregation.codec import Codec, Coding, Words, from_words, to_words
+from fot.aggregation.interface import Kind, Ledger, Sums
+from fot.aggregation.secure import client as clients_side
+from fot.aggregation.secure import server as server_side
+from fot.aggregation.secure.client import Entropy, Policy
+from fot.aggregation.secure.server import Terms
+
+ADVERTISE, SHARE, INPUT, UNMASK = range(4)
+STAGES = ("advertise", "share", "input", "unmask")
+Dropouts = Callable[[tuple[int, ...]], Mapping[int, int]]  # path of a sum -> {client: stage it vanishes at}
+
+
+@dataclass
+class Session:
+    """One session, driven: the newest state of each party, and what each stage cost.
+
+    `gone` says which client vanishes at which stage; its message of that stage is never sent.
+    """
+
+    server: server_side.State
+    clients: dict[int, clients_side.State]
+    gone: Mapping[int, int]
+    cohort: tuple[int, ...]
+    up: list[int] = field(default_factory=lambda: [0] * 4)
+    down: list[int] = field(default_factory=lambda: [0] * 4)
+    client_seconds: list[float] = field(default_factory=lambda: [0.0] * 4)
+    server_seconds: list[float] = field(default_factory=lambda: [0.0] * 4)
+    record: Callable[[int, bytes], None] | None = None  # shown every message, for tests
+
+    def takes_part(self, client: int, stage: int) -> bool:
+        """Whether a client is still there at a stage."""
+        return client in self.clients and self.gone.get(client, len(STAGES)) > stage
+
+    def send(self, stage: int, message: bytes) -> None:
+        """A client's message reaches the server."""
+        began = perf_counter()
+        self.server = server_side.receive(self.server, message)
+        self.server_seconds[stage] += perf_counter() - began
+        self.up[stage] += len(message)
+        if self.record:
+            self.record(stage, message)
+
+    def deliver(self, stage: int, outbox: dict[int, bytes]) -> list[int]:
+        """The server's messages reach those who are still there."""
+        for message in outbox.values():
+            self.down[stage] += len(message)
+            if self.record:
+                self.record(stage, message)
+        return [client for client in outbox if self.takes_part(client, stage)]
+
+    def advertise(self, session: bytes, policy: Policy, entropy: Entropy) -> None:
+        """Stage 1: keys."""
+        for client in self.cohort:
+            if self.gone.get(client, len(STAGES)) > ADVERTISE:
+                began = perf_counter()
+                self.clients[client], reply = clients_side.advertise(client, session, policy, entropy)
+                self.client_seconds[ADVERTISE] += perf_counter() - began
+                self.send(ADVERTISE, reply)
+
+    def share(self) -> None:
+        """Stage 2: shares."""
+        began = perf_counter()
+        self.server, outbox = server_side.rosters(self.server)
+        self.server_seconds[SHARE] += perf_counter() - began
+        for client in self.deliver(SHARE, outbox):
+            began = perf_counter()
+            self.clients[client], reply = clients_side.share(self.clients[client], outbox[client])
+            self.client_seconds[SHARE] += perf_counter() - began
+            self.send(SHARE, reply)
+
+    def collect(self, layout: Sequence[tuple[int, int]]) -> None:
+        """The shares arrive, with the broadcast that opens the sum."""
+        began = perf_counter()
+        self.server, outbox = server_side.inboxes(self.server, layout)
+        self.server_seconds[INPUT] += perf_counter() - began
+        for client in self.deliver(INPUT, outbox):
+            began = perf_counter()
+            self.clients[client] = clients_side.collect(self.clients[client], outbox[client])
+            self.client_seconds[INPUT] += perf_counter() - began
+
+    def unmask(self) -> tuple[tuple[Words, ...], tuple[int, ...]]:
+        """Stage 4: the sum in the ring, and whose it is."""
+        began = perf_counter()
+        self.server, outbox = server_side.survivors(self.server)
+        self.server_seconds[UNMASK] += perf_counter() - began
+        for client in self.deliver(UNMASK, outbox):
+            began = perf_counter()
+            self.clients[client], reply = clients_side.unmask(self.clients[client], outbox[client])
+            self.client_seconds[UNMASK] += perf_counter() - began
+            self.send(UNMASK, reply)
+        began = perf_counter()
+        total, included = server_side.finish(self.server)
+        self.server_seconds[UNMASK] += perf_counter() - began
+        return total, tuple(sorted(included))
+
+
+class SecureAggregation:
+    """Sums that nobody can open: the server sees masked inputs, and of them only the sum can be unmasked.
+
+    Parameters
+    ----------
+    codec : Codec
+        The public clips and rings.
+    minimum : int
+        The least clients a client agrees to be summed with.
+    neighbours : int
+        With how many a client shares masks and secrets (even); 0 for the whole cohort.
+    threshold : float
+        The share of its neighbours that can unmask a client; always more than half are needed.
+    workers : int
+        Threads that mask inputs; 0 for one a core.
+    dropouts : callable, optional
+        ``dropouts(path)`` gives {client: stage} of those who vanish, for tests.
+    entropy : callable
+        Where the secrets come from: the operating system, or a fixed source in tests.
+
+    Examples
+    --------
+    >>> summation = SecureAggregation(Codec()).open(range(4), kind="update", path=(0, 0))
+    >>> summation.add([0, 1, 2], {"weight": torch.tensor([[0.25], [0.5], [1.0]])})
+    >>> sums = summation.close()
+    >>> sums.arrays["weight"].tolist(), sums.clients
+    ([1.75], (0, 1, 2))
+    """
+
+    def __init__(
+        self,
+        codec: Codec,
+        *,
+        minimum: int = 3,
+        neighbours: int = 0,
+        threshold: float = 0.6,
+        workers: int = 0,
+        dropouts: Dropouts | None = None,
+        entropy: Entropy = os.urandom,
+    ) -> None:
+        self.codec = codec
+        self.policy = Policy(minimum=minimum, degree=neighbours)
+        self.threshold = threshold
+        self.workers = workers or os.cpu_count() or 1
+        self.dropouts = dropouts
+        self.entropy = entropy
+        self.record: Callable[[int, bytes], None] | None = None
+        self.upcoming: tuple[int, ...] | None = None
+        self._last: tuple[int, ...] = ()
+        self._prepared: Session | None = None
+        self.exchanges = 0  # of the newest sum
+        self.session: Session | None = None  # the newest, for the bench and tests
+
+    def expect(self, cohort: Sequence[int]) -> None:
+        """Say who will form the next sum, so that its keys and shares travel with the sum now open."""
+        self.upcoming = tuple(sorted(cohort))
+
+    def open(self, cohort: Sequence[int], *, kind: Kind, path: tuple[int, ...]) -> SecureSummation:
+        """Begin a sum over `cohort`: with the session prepared for it, or with a new one."""
+        members = tuple(sorted(cohort))
+        ledger = Ledger(members)
+        gone = self.dropouts(path) if self.dropouts else {}
+        session, self._prepared = self._prepared, None
+        if (
+            session is None
+            or session.cohort != members
+            or set(session.clients) != set(members)
+            or any(stage <= SHARE for stage in gone.values())
+        ):
+            session = self.new_session(members, gone)
+            self.advertise(session)
+            session.share()
+            self.exchanges = 4
+        else:
+            session.gone = gone
+            self.exchanges = 2
+        if self.upcoming is None and members == self._last:
+            self.upcoming = members  # a cohort that has come twice is taken to come again
+        self._last, self.session = members, session
+        return SecureSummation(self, session, ledger, kind)
+
+    def new_session(self, cohort: tuple[int, ...], gone: Mapping[int, int]) -> Session:
+        """A session with a fresh name: no key of one is of use in another."""
+        name = hashlib.sha256(b"fot session" + self.entropy(32)).digest()[:16]
+        terms = Terms(
+            cohort=frozenset(cohort),
+            session=name,
+            minimum=self.policy.minimum,
+            degree=self.policy.degree,
+            threshold=self.threshold,
+        )
+        return Session(server_side.begin(terms), {}, gone, cohort, record=self.record)
+
+    def advertise(self, session: Session) -> None:
+        """Have the session's clients advertise."""
+        assert isinstance(session.server, server_side.Keys)
+        session.advertise(session.server.terms.session, self.policy, self.entropy)
+
+
+class SecureSummation:
+    """One secure sum. Inputs are masked as they are added, and held by the server as one running total."""
+
+    def __init__(self, parent: SecureAggregation, session: Session, ledger: Ledger, kind: Kind) -> None:
+        self.parent = parent
+        self.session = session
+        self.ledger = ledger
+        self.kind = kind
+        self.codings: dict[str, Coding] = {}
+        self.layout: list[tuple[int, int]] = []
+        self.like: dict[str, tuple[torch.Size, torch.dtype, torch.device]] = {}
+        self.clipped = 0
+
+    def add(self, clients: Sequence[int], arrays: dict[str, Tensor]) -> None:
+        """Encode, mask and send one row of each array for each client."""
+        self.ledger.enter(clients, arrays)
+        session = self.session
+        if not self.codings:
+            self.codings = self.parent.codec.codings(self.kind, self.ledger.shapes, len(self.ledger.cohort))
+            self.like = {name: (array.shape[1:], array.dtype, array.device) for name, array in arrays.items()}
+            self.layout = [(self.codings[n].bits, like[0].numel()) for n, like in self.like.items()]
+            session.collect(self.layout)
+
+        def mask(row: int) -> tuple[int, clients_side.Masked, bytes, int, float]:
+            began = perf_counter()
+            words, clipped = [], 0
+            for name, coding in self.codings.items():
+                integers, lost = coding.encode(arrays[name][row])
+                words.append(to_words(integers, coding.bits))
+                clipped += lost
+            state, message = clients_side.submit(session.clients[clients[row]], words, self.layout)
+            return clients[row], state, message, clipped, perf_counter() - began
+
+        present = [
+            row
+            for row, client in enumerate(clients)
+            if session.takes_part(client, INPUT) and isinstance(session.clients[client], clients_side.Ready)
+        ]
+        with ThreadPoolExecutor(min(self.parent.workers, max(len(present), 1))) as pool:
+            for start in range(0, len(present), 2 * self.parent.workers):  # a few masked inputs in memory
+                for done in pool.map(mask, present[start : start + 2 * self.parent.workers]):
+                    client, session.clients[client], message, clipped, seconds = done
+                    self.clipped += clipped
+                    session.client_seconds[INPUT] += seconds
+                    session.send(INPUT, message)
+
+    def close(self) -> Sums:
+        """Unmask and decode the sum; with it, prepare the next one if its cohort is known."""
+        self.ledger.clients()  # an empty sum is an error
+        parent, session = self.parent, self.session
+        cohort, parent.upcoming = parent.upcoming, None
+        upcoming = parent.new_session(cohort, {}) if cohort else None
+        if upcoming:
+            # Who vanished from this sum has not advertised for the next.
+            upcoming.gone = dict.fromkeys(session.gone, ADVERTISE)
+            parent.advertise(upcoming)
+        total, included = session.unmask()
+        if upcoming and len(upcoming.clients) >= parent.policy.minimum:
+            upcoming.share()
+            parent._prepared = upcoming
+        arrays = {}
+        for words, (name, (shape, dtype, device)) in zip(total, self.like.items(), strict=True):
+            integers = torch.from_numpy(from_words(words, self.codings[name].bits))
+            arrays[name] = self.codings[name].decode(integers, dtype).reshape(shape).to(device)
+        size = len(session.cohort)
+        return Sums(
+            arrays=arrays,
+            clients=included,
+            bytes_up=round(sum(session.up) / size),
+            bytes_down=round(sum(session.down) / size),
+            clipped=self.clipped,
+        )
