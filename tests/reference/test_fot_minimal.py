@@ -238,15 +238,23 @@ def test_a_full_basis_freezes_the_old_task_entirely(monkeypatch):
         assert not torch.allclose(both.W[name], alone.W[name])
 
 
-def test_thresholds_rise_by_the_increment_and_clients_without_data_take_no_part(monkeypatch):
+def test_gpse_follows_the_threshold_schedule_in_eval_mode_on_the_clients_that_hold_data(monkeypatch):
     seen = []
-    monkeypatch.setattr(fm, "expand", lambda O, total, th, rule: seen.append((th, float(total.n))) or O)
+
+    def expand(O, total, th, rule):
+        seen.append((th, float(total.n), model.training))
+        return O
+
+    monkeypatch.setattr(fm, "expand", expand)
     first, second = conv_tasks()
     model = TwoHeads().double()
     model.heads.append(nn.Linear(6, 4).double())
     o = fm.Settings(rounds=1, cohort=9, threshold=0.5, increment=0.25)
-    fm.run(model, [first, second, first], o)
-    assert seen == [(0.5, 12.0), (0.5, 12.0), (0.75, 12.0), (0.75, 12.0)]
+    result = fm.run(model, [first, second, first], o)
+    assert seen == 2 * [(0.5, 12.0, False)] + 2 * [(0.75, 12.0, False)]
+    assert all(
+        value.isfinite().all() for value in result.W.values()
+    )  # an empty client's loss is not a number
 
 
 def conv_tasks() -> list[fm.Task]:
