@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -203,16 +202,19 @@ class SubspaceMemory:
         tensors = {name: basis.contiguous().cpu() for name, basis in self.bases.items()}
         # One entry of metadata: several would be written in no fixed order.
         content = safetensors.torch.save(tensors, {"fot": json.dumps(self._header(), sort_keys=True)})
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
         try:
-            with os.fdopen(handle, "wb") as file:
+            with temporary.open("wb") as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        except OSError as error:
+            raise UserError(
+                f"cannot write {path} ({error.strerror}): choose a folder you can write to"
+            ) from None
+        finally:
+            temporary.unlink(missing_ok=True)
 
     @classmethod
     def load(

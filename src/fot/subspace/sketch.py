@@ -76,6 +76,9 @@ class Sketch:
     -----
     The columns of X take the rows of G in the order in which they come, so that a sketch depends on the order
     of the samples but, rounding apart, not on how they are cut into batches.
+
+    How well it does: where the k-th singular value of X* stands out, the k leading directions of A lie within
+    an angle of sin θ <= 4 (σ_{k+1} / σ_k) √(d / s) of those of X*, for s >= d and k <= d / 8 (tested).
     """
 
     def __init__(
@@ -132,7 +135,8 @@ class Sketch:
 
         ``{layer}/sketch`` [g, d, s] = A (or ``{layer}/gram`` [g, d, d]), ``{layer}/residual`` [g] = ‖X*‖²,
         ``{layer}/energy`` [g] = ‖X‖², ``{layer}/ratio`` [g] = n ‖X*‖ / ‖X‖ and ``samples`` [] = n. A layer
-        that received nothing, or nothing but zeros, gives zeros.
+        that received nothing, or nothing but zeros, gives zeros. The arrays are the running ones, not copies:
+        take them last.
         """
         arrays = {}
         device: torch.device | str = "cpu"
@@ -144,9 +148,8 @@ class Sketch:
                     "or the data are damaged; lower the learning rate or check the data"
                 )
             ratio = samples * torch.sqrt(residual / energy.clamp_min(torch.finfo(torch.float64).tiny))
-            arrays[f"{name}/gram" if self.exact else f"{name}/sketch"] = total.clone()
-            arrays |= {f"{name}/residual": residual.clone(), f"{name}/energy": energy.clone()}
-            arrays[f"{name}/ratio"] = ratio
+            arrays[f"{name}/gram" if self.exact else f"{name}/sketch"] = total
+            arrays |= {f"{name}/residual": residual, f"{name}/energy": energy, f"{name}/ratio": ratio}
             device = total.device
         arrays["samples"] = torch.tensor(float(samples), dtype=torch.float64, device=device)
         return arrays
