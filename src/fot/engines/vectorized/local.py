@@ -1,0 +1,169 @@
+"""The local training of a cohort, all clients at once: the reference's loop on stacks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from fot.dropout import keyed_dropout
+from fot.engines.base import Training
+from fot.engines.sequential import LOSS
+from fot.engines.vectorized.cohort import FoldedBatch, Step
+from fot.engines.vectorized.folding import CannotBatch, Fold, Stacked
+from fot.engines.vectorized.steps import LocalWeight, NeedsAutograd, Pace
+from fot.methods.base import Method
+from fot.network import Network, Tree
+
+
+class FoldedNetwork(Network):
+    """A network called with stacks of parameters and a folded batch."""
+
+    def __init__(self, network: Network, clients: int, stacked: set[str]) -> None:
+        self.__dict__.update(vars(network))  # the same module, not a copy
+        self.clients = clients
+        self.stacked = stacked
+        self.local: dict[str, LocalWeight] = {}
+        self.padded: tuple[Tensor, Tensor | None] | None = None
+        """The batch's samples, and which of them count."""
+
+    def __call__(self, params: Tree, x: Tensor, task: int, *, training: bool = False) -> Tensor:
+        """The logits of a folded batch."""
+        folded = {
+            name: Stacked.of(tensor, self.local.get(name)) if name in self.stacked else tensor
+            for name, tensor in params.items()
+        }
+        valid = self.padded[1] if self.padded and x is self.padded[0] else None
+        with Fold(self.clients, valid):
+            return super().__call__(folded, x, task, training=training)
+
+
+@dataclass
+class LocalTraining:
+    """How a cohort trains: the network, the method and the settings, known for a whole run."""
+
+    network: Network
+    method: Method
+    training: Training
+    by_autograd: set[str] = field(default_factory=set)
+    """Weights found to need their gradients: used twice, or not by a layer alone."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether local training is plain SGD on the plain loss, which a backward pass can step itself."""
+        kind = type(self.method)
+        return kind.loss is Method.loss and kind.precondition is Method.precondition
+
+    def run(self, params: Tree, task: int, clients: int, steps: Iterator[Step], number: int, state: Tree) -> Tree:
+        """Train from the model that all clients were sent.
+
+        Parameters
+        ----------
+        params
+            The server's model; left as it is.
+        steps, number
+            The steps of the round, and how many there are.
+        state
+            The clients' own states, stacked.
+
+        Returns
+        -------
+        Tree
+            What clients send, ``[C, *shape]`` each: trained parameters and running statistics after
+            training, and ``metric/loss``, the mean loss on the way.
+        """
+        trained, moving = self.network.trained(task), _moving(self.network.module)
+        pace = Pace(self.training.lr, number)
+        network = FoldedNetwork(self.network, clients, {*trained, *moving})
+        tick = torch.zeros((), device=self.network.device, requires_grad=True)
+        if self.plain:
+            layers = _layer_weights(self.network.module) - self.by_autograd
+            network.local = {
+                name: LocalWeight(name, params[name], clients, pace, tick) for name in trained if name in layers
+            }
+        leaves = [name for name in trained if name not in network.local]
+        params = dict(params)
+        for name, _ in self.network.module.named_buffers():
+            params[name] = params[name].clone()
+        for name in [*trained, *moving]:
+            stack = params[name].expand(clients, *params[name].shape)
+            params[name] = stack if name in network.local else stack.clone()
+        losses: list[Tensor] = []
+        taken: list[Tensor] = []
+        for step in steps:
+            network.padded = (step.batch.x, step.valid)
+            pace.keep = self._keep(step)
+            for name in leaves:
+                params[name].requires_grad_()
+            with keyed_dropout(step.dropout):
+                loss = self.method.loss(network, params, step.batch, state)
+            found = torch.autograd.grad(loss, [tick, *(params[name] for name in leaves)], allow_unused=True)
+            gradients = {name: g for name, g in zip(leaves, found[1:], strict=True) if g is not None}
+            for name, direction in self.method.precondition(network, gradients, state).items():
+                old = params[name].detach()
+                new = old - self.training.lr * (direction + self.training.weight_decay * old)
+                params[name] = new if step.active is None else torch.where(_along(step.active, old), new, old)
+            losses.append(_own_losses(loss.detach(), step))
+            taken.append(losses[-1].new_ones(clients) if step.active is None else step.active.to(loss.dtype))
+        for name, local in network.local.items():
+            params[name] = local.stack()
+        sent = {n: params[n] if n in network.stacked else params[n].expand(clients, *params[n].shape)
+                for n in (*trained, *self.network.carried())}  # fmt: skip
+        sent[LOSS] = torch.stack(losses).sum(0) / torch.stack(taken).sum(0)
+        return {name: tensor.detach() for name, tensor in sent.items()}
+
+    def _keep(self, step: Step) -> float | Tensor:
+        decay = self.training.lr * self.training.weight_decay
+        return 1 - decay * (1 if step.active is None or decay == 0 else step.active.to(self.network.dtype))
+
+
+def _own_losses(total: Tensor, step: Step) -> Tensor:
+    """Each client's loss: its own means, and an even share of what else the method's loss holds."""
+    batch: FoldedBatch = step.batch
+    own = torch.stack(batch.means).sum(0) if batch.means else total.new_zeros(batch.clients)
+    rest = (total - own.sum()).nan_to_num(0, 0, 0) / batch.clients
+    return own + (rest if step.active is None else rest * step.active)
+
+
+def _moving(module: nn.Module) -> list[str]:
+    """Running statistics, which each client moves on its own."""
+    return [
+        f"{prefix}.{name}" if prefix else name
+        for prefix, layer in module.named_modules()
+        if isinstance(layer, _NormBase) and layer.track_running_stats
+        for name, buffer in layer.named_buffers(recurse=False)
+    ]
+
+
+def _layer_weights(module: nn.Module) -> set[str]:
+    """Weights whose layer is a product (linear, convolution): these a backward pass can step."""
+    layers = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    return {
+        f"{prefix}.weight" if prefix else "weight"
+        for prefix, layer in module.named_modules()
+        if isinstance(layer, layers)
+    }
+
+
+def _along(clients: Tensor, stack: Tensor) -> Tensor:
+    return clients.reshape(-1, *[1] * (stack.dim() - 1))
+
+
+def stacked_states(states: list[Tree]) -> Tree:
+    """The clients' states with a client axis, or CannotBatch where they differ in kind.
+
+    Examples
+    --------
+    >>> stacked_states([{"a": torch.zeros(3)}, {"a": torch.ones(3)}])["a"].shape
+    torch.Size([2, 3])
+    """
+    shapes = [{name: tensor.shape for name, tensor in state.items()} for state in states]
+    if any(shape != shapes[0] for shape in shapes):
+        raise CannotBatch("clients keep states of different kinds")
+    return {name: torch.stack([state[name] for state in states]) for name in shapes[0]}
+
+
+__all__ = ["FoldedNetwork", "LocalTraining", "NeedsAutograd", "stacked_states"]

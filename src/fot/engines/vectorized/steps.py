@@ -1,0 +1,173 @@
+"""Local SGD as a part of the backward pass.
+
+Plain SGD needs a weight's gradient once, to subtract it. So the backward pass of a layer can step the
+layer's weights itself, and the gradient of C clients' weights is never stored: a third of the memory
+traffic of "form the gradients, then step". Two forms, both exact:
+
+- dense: each client's W is stepped in place, W <- keep·W - lr·DᵀX, one batched product;
+- factored: in one round a client takes S steps of n rows, so its update has rank <= S·n. Where that is
+  small against W, all clients share the W they were sent, and each keeps the rows X_h and output
+  gradients D_h of its steps: its weights are s·(W - lr·Σ D_hᵀX_h), with s the product of the decays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fot.engines.vectorized.products import Convolution, Linear, lowered
+
+
+class NeedsAutograd(Exception):
+    """A weight is used more than once, or otherwise than by its layer, and cannot be stepped backward."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+
+@dataclass
+class Pace:
+    """How far the current step goes: the same for all layers."""
+
+    lr: float
+    steps: int
+    """Steps in the round: what a factored history must hold."""
+    keep: float | Tensor = 1.0
+    """1 - lr·(weight decay); ``[C]`` where some clients have no samples in this step and stay put."""
+
+
+class LocalWeight:
+    """The clients' own weights of one linear or convolutional layer, through one round.
+
+    Examples
+    --------
+    Two clients, one step each on their own sample; the layer starts at zero and D is 1 everywhere.
+
+    >>> local = LocalWeight("fc", torch.zeros(1, 2), clients=2, pace=Pace(lr=0.5, steps=1))
+    >>> x, tick = torch.tensor([[1.0, 0.0], [0.0, 3.0]]), local.tick
+    >>> _ = torch.autograd.grad(local.apply(Linear(), x).sum(), tick, allow_unused=True)
+    >>> local.stack().tolist()
+    [[[-0.5, -0.0]], [[-0.0, -1.5]]]
+    """
+
+    def __init__(self, name: str, weight: Tensor, clients: int, pace: Pace, tick: Tensor | None = None) -> None:
+        self.name = name
+        self.shared = weight
+        self.clients = clients
+        self.pace = pace
+        # Autograd visits what leads to a tensor it was asked about: every layer hangs on this one.
+        self.tick = torch.zeros((), device=weight.device, requires_grad=True) if tick is None else tick
+        self.form: _Dense | _Factored | None = None
+        self.waiting = False
+
+    def apply(self, operation: Linear | Convolution, x: Tensor) -> Tensor:
+        """The layer's output; its backward pass steps the weights."""
+        if self.waiting:
+            self.refuse()
+        if self.form is None:
+            self.form = self._choose(operation, x)
+        self.waiting = torch.is_grad_enabled()
+        y: Tensor = _Stepped.apply(lowered(x), self.tick, self, operation)
+        return y
+
+    def refuse(self) -> None:
+        """Say that this weight must be left to autograd."""
+        raise NeedsAutograd(self.name)
+
+    def stack(self) -> Tensor:
+        """The clients' weights now, ``[C, *shape]``."""
+        return self.shared.expand(self.clients, *self.shared.shape) if self.form is None else self.form.stack()
+
+    def _choose(self, operation: Linear | Convolution, x: Tensor) -> _Dense | _Factored:
+        if isinstance(operation, Linear):
+            outputs, inputs = self.shared.shape
+            rows = x.numel() // inputs // self.clients * self.pace.steps
+            if 2 * rows * (inputs + outputs) < inputs * outputs:
+                return _Factored(self.shared, self.clients, rows)
+        return _Dense(self.shared, self.clients)
+
+
+class _Stepped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tick: Tensor, local: LocalWeight, operation: Any) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.local, ctx.operation = local, operation
+        assert local.form is not None
+        return local.form.forward(operation, x, local.pace)
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, None, None, None]:
+        (x,), local = ctx.saved_tensors, ctx.local
+        below = local.form.to_samples(ctx.operation, d, x, local.pace) if ctx.needs_input_grad[0] else None
+        local.form.step(ctx.operation, d, x, local.pace)
+        local.waiting = False
+        return below, None, None, None
+
+
+class _Dense:
+    def __init__(self, weight: Tensor, clients: int) -> None:
+        self.weight = weight.expand(clients, *weight.shape)
+        self.own = False
+        """Whether clients have weights of their own yet: before the first step they are the server's."""
+
+    def forward(self, operation: Linear | Convolution, x: Tensor, pace: Pace) -> Tensor:
+        return operation.forward(x, self.weight.to(x.dtype))
+
+    def to_samples(self, operation: Linear | Convolution, d: Tensor, x: Tensor, pace: Pace) -> Tensor:
+        return operation.to_samples(d, self.weight.to(d.dtype), x)
+
+    def step(self, operation: Linear | Convolution, d: Tensor, x: Tensor, pace: Pace) -> None:
+        keep, kind = pace.keep, self.weight.dtype
+        if isinstance(keep, Tensor):
+            self.weight = self.weight * keep.reshape(-1, *[1] * (self.weight.dim() - 1))
+            keep, self.own = 1.0, True
+        self.weight = operation.step(d.to(kind), x.to(kind), self.weight, keep, pace.lr, in_place=self.own)
+        self.own = True
+
+    def stack(self) -> Tensor:
+        return self.weight
+
+
+class _Factored:
+    def __init__(self, weight: Tensor, clients: int, rows: int) -> None:
+        self.weight = weight
+        self.x = weight.new_empty(clients, rows, weight.shape[1])
+        self.d = weight.new_empty(clients, rows, weight.shape[0])
+        self.scale = weight.new_ones(clients, 1, 1)
+        self.filled = 0
+        self.lr = 0.0
+
+    def forward(self, operation: Linear, x: Tensor, pace: Pace) -> Tensor:
+        return self._corrected(x, self.weight.t(), self.x, self.d, pace)
+
+    def to_samples(self, operation: Linear, d: Tensor, x: Tensor, pace: Pace) -> Tensor:
+        return self._corrected(d, self.weight, self.d, self.x, pace)
+
+    def _corrected(self, rows: Tensor, matrix: Tensor, first: Tensor, second: Tensor, pace: Pace) -> Tensor:
+        """s·(rows·M - lr·(rows·firstᵀ)·second): forward with (X_h, D_h), backward with (D_h, X_h)."""
+        shape = (*rows.shape[:-1], matrix.shape[1])
+        kind = rows.dtype
+        result = (rows.flatten(0, -2) @ matrix.to(kind)).view(len(self.scale), -1, matrix.shape[1])
+        if self.filled:
+            met = torch.bmm(rows.reshape(len(self.scale), -1, rows.shape[-1]), first[:, : self.filled].mT.to(kind))
+            result = result.baddbmm_(met, second[:, : self.filled].to(kind), alpha=-pace.lr)
+        return result.mul_(self.scale).view(shape)
+
+    def step(self, operation: Linear, d: Tensor, x: Tensor, pace: Pace) -> None:
+        keep = pace.keep
+        self.scale = self.scale * (keep.reshape(-1, 1, 1) if isinstance(keep, Tensor) else keep)
+        rows = x.numel() // x.shape[-1] // len(self.scale)
+        here = slice(self.filled, self.filled + rows)
+        self.x[:, here] = x.reshape(len(self.scale), rows, -1)
+        self.d[:, here] = d.reshape(len(self.scale), rows, -1) / self.scale
+        self.filled += rows
+        self.lr = pace.lr
+
+    def stack(self) -> Tensor:
+        x, d = self.x[:, : self.filled], self.d[:, : self.filled]
+        whole = self.weight.expand(len(x), *self.weight.shape)
+        return torch.baddbmm(whole, d.mT, x, alpha=-self.lr).mul_(self.scale)
