@@ -9,9 +9,10 @@ from fot.aggregation.codec import Codec
 from fot.aggregation.encoded import EncodedAggregation
 from fot.aggregation.interface import Aggregation, Kind, Summation, Sums
 from fot.aggregation.plain import PlainAggregation
+from fot.aggregation.private import Privacy, PrivateAggregation
 from fot.errors import UserError
 
-__all__ = ["Aggregation", "Kind", "Summation", "Sums", "make_aggregation"]
+__all__ = ["Aggregation", "Kind", "Privacy", "PrivateAggregation", "Summation", "Sums", "make_aggregation"]
 
 
 def make_aggregation(
@@ -29,6 +30,7 @@ def make_aggregation(
     workers: int = 0,
     dropouts: Callable[[tuple[int, ...]], Mapping[int, int]] | None = None,
     entropy: Callable[[int], bytes] = os.urandom,
+    privacy: Privacy | None = None,
 ) -> Aggregation:
     """The aggregation of that name: "plain", "encoded" or "secure".
 
@@ -42,6 +44,8 @@ def make_aggregation(
         The rings and public clips of "encoded" and "secure"; see `fot.aggregation.codec.Codec`.
     minimum, neighbours, threshold, workers, dropouts, entropy
         See `fot.aggregation.secure.SecureAggregation`.
+    privacy : Privacy, optional
+        Clip and add noise on top; see `fot.aggregation.private`.
 
     Examples
     --------
@@ -49,14 +53,14 @@ def make_aggregation(
     24
     """
     if kind == "plain":
-        return PlainAggregation()
+        return _private(PlainAggregation(), privacy, seed, None)
     codec = Codec(update_bits, update_clip, statistics_bits, statistics_clip, clips)
     if kind == "encoded":
-        return EncodedAggregation(codec)
+        return _private(EncodedAggregation(codec), privacy, seed, codec)
     if kind == "secure":
         from fot.aggregation.secure import SecureAggregation  # only this kind needs `cryptography`
 
-        return SecureAggregation(
+        secure = SecureAggregation(
             codec,
             minimum=minimum,
             neighbours=neighbours,
@@ -65,4 +69,9 @@ def make_aggregation(
             dropouts=dropouts,
             entropy=entropy,
         )
+        return _private(secure, privacy, seed, codec)
     raise UserError(f"unknown aggregation '{kind}': choose plain, encoded or secure")
+
+
+def _private(inner: Aggregation, privacy: Privacy | None, seed: int, codec: Codec | None) -> Aggregation:
+    return PrivateAggregation(inner, privacy, seed=seed, codec=codec) if privacy else inner

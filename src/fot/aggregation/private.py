@@ -1,0 +1,262 @@
+"""Differential privacy of sums, at the level of a client.
+
+Two runs are neighbours if they differ in what one client sends, its arrays in one and zeros in the other.
+Each client scales its arrays to a joint norm of at most L and adds a share of the noise, so that the sum,
+which is all the server sees, carries N(0, (z L)²) in every entry: one release is a Gaussian mechanism of noise
+multiplier z. The epsilon of the run composes all of its releases.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fot import randomness
+from fot.aggregation.accountant import Accountant, gaussian_noise
+from fot.aggregation.codec import Codec
+from fot.aggregation.interface import Aggregation, Kind, Summation, Sums
+from fot.errors import UserError
+
+_COARSEST = 4.0  # the least deviation of a client's noise, in steps of the ring
+_TAIL = 12.0  # deviations at which the discrete Gaussian is cut off: 1e-32 of its mass
+
+
+@dataclass(frozen=True)
+class Privacy:
+    """What is asked for.
+
+    Attributes
+    ----------
+    epsilon, delta : float
+        The guarantee that `releases` sums keep together.
+    clip : float
+        L, the joint norm of a client's statistics over all layers.
+    releases : int
+        How many sums `epsilon` is meant for, for instance one a task.
+    calibration : str
+        "analytic" (Balle & Wang, 2018), or "paper": the printed formula, which clips each array on its own
+        and whose noise is too small; the epsilon that it really gives is reported.
+    noise : float, optional
+        The noise multiplier z itself, instead of the one that `epsilon` asks for.
+    statistics, updates : bool
+        Which sums are private. The reported epsilon covers these alone.
+    update_clip : float
+        L of the training updates.
+    population : int
+        From how many clients a cohort is drawn uniformly; 0 claims no amplification by sampling.
+    scales : mapping, optional
+        The public unit of an array by a pattern on its name, for arrays of unlike size: norms are measured,
+        and noise is added, in that unit.
+    """
+
+    epsilon: float = 5.0
+    delta: float = 1e-5
+    clip: float = 1.0
+    releases: int = 1
+    calibration: Literal["analytic", "paper"] = "analytic"
+    noise: float | None = None
+    statistics: bool = True
+    updates: bool = False
+    update_clip: float = 1.0
+    population: int = 0
+    scales: Mapping[str, float] | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.epsilon > 0 and 0 < self.delta < 1 and self.releases >= 1):
+            raise UserError("dp: epsilon must be positive, delta between 0 and 1, releases at least 1")
+        if not (self.clip > 0 and self.update_clip > 0):
+            raise UserError("dp: clips must be positive")
+        if self.calibration not in ("analytic", "paper"):
+            raise UserError(f"dp.calibration '{self.calibration}': choose analytic or paper")
+        if self.multiplier > 0 and not math.isfinite(max(self.clip, self.update_clip)):
+            raise UserError("dp: noise needs a finite clip; set dp.clip and dp.update_clip")
+
+    @property
+    def multiplier(self) -> float:
+        """The noise multiplier z.
+
+        Examples
+        --------
+        >>> round(Privacy(epsilon=1.0, noise=None).multiplier, 3)
+        3.731
+        >>> round(Privacy(epsilon=5.0, calibration="paper").multiplier, 3)
+        0.685
+        """
+        if self.noise is not None:
+            return self.noise
+        if self.calibration == "paper":
+            return math.sqrt(math.log(1.25 / self.delta)) / self.epsilon
+        return gaussian_noise(self.epsilon, self.delta) * math.sqrt(self.releases)
+
+    def scale(self, name: str) -> float:
+        """The unit of an array."""
+        matching = (s for pattern, s in (self.scales or {}).items() if fnmatchcase(name, pattern))
+        return next(matching, 1.0)
+
+
+class PrivateAggregation:
+    """Another aggregation, with clipped and noisy arrays.
+
+    Examples
+    --------
+    >>> from fot.aggregation.plain import PlainAggregation
+    >>> private = PrivateAggregation(PlainAggregation(), Privacy(epsilon=1.0), seed=0)
+    >>> summation = private.open([0, 1], kind="statistics", path=(0, 0))
+    >>> summation.add([0, 1], {"sketch": torch.ones(2, 3)})
+    >>> _ = summation.close()
+    >>> round(private.report()["epsilon"], 3)
+    1.0
+    """
+
+    def __init__(
+        self, inner: Aggregation, privacy: Privacy, *, seed: int, codec: Codec | None = None
+    ) -> None:
+        self.inner = inner
+        self.privacy = privacy
+        self.seed = seed
+        self.codec = codec
+        self.accountant = Accountant(privacy.delta)
+
+    def open(self, cohort: Sequence[int], *, kind: Kind, path: tuple[int, ...]) -> Summation:
+        """Begin a sum, private if sums of its kind are."""
+        summation = self.inner.open(cohort, kind=kind, path=path)
+        private = self.privacy.updates if kind == "update" else self.privacy.statistics
+        return PrivateSummation(self, summation, len(cohort), kind, path) if private else summation
+
+    def report(self) -> dict[str, Any]:
+        """The run's privacy so far: for the summary and the report."""
+        privacy = self.privacy
+        return {
+            "epsilon": self.accountant.epsilon(),
+            "epsilon_released": self.accountant.epsilon(sampled=True),
+            "delta": privacy.delta,
+            "asked": privacy.epsilon,
+            "calibration": privacy.calibration,
+            "noise": privacy.multiplier,
+            "releases": len(self.accountant.releases),
+            "covers": [
+                k for k, on in (("statistics", privacy.statistics), ("updates", privacy.updates)) if on
+            ],
+        }
+
+
+class PrivateSummation:
+    """One private sum: clients clip and add their share of the noise before the sum is formed."""
+
+    def __init__(
+        self, parent: PrivateAggregation, inner: Summation, clients: int, kind: Kind, path: tuple[int, ...]
+    ) -> None:
+        self.parent, self.inner, self.clients, self.kind = parent, inner, clients, kind
+        privacy = parent.privacy
+        self.bound = privacy.update_clip if kind == "update" else privacy.clip
+        # A share of 1/n of the variance each: if all stay, the sum has all of the noise that z asks for.
+        self.deviation = privacy.multiplier * self.bound / math.sqrt(clients) if privacy.multiplier else 0.0
+        self.key = randomness.key(parent.seed, f"privacy {kind}", *path)
+        self.dtypes: dict[str, torch.dtype] = {}
+
+    def add(self, clients: Sequence[int], arrays: dict[str, Tensor]) -> None:
+        """Clip, add noise, pass on."""
+        self.dtypes = {name: array.dtype for name, array in arrays.items()}
+        privacy, codec = self.parent.privacy, self.parent.codec
+        scales = {name: privacy.scale(name) for name in arrays}
+        steps = dict.fromkeys(arrays, 0.0)
+        if codec is not None and self.deviation:
+            shapes = {name: tuple(array.shape[1:]) for name, array in arrays.items()}
+            steps = {n: c.step for n, c in codec.codings(self.kind, shapes, self.clients).items()}
+        # Rounding to the ring moves every entry by up to half a step, so the norm is clipped that much lower.
+        groups = [[name] for name in arrays] if privacy.calibration == "paper" else [list(arrays)]
+        noisy: dict[str, Tensor] = {}
+        for group in groups:
+            slack = math.sqrt(sum(arrays[n][0].numel() * (steps[n] / scales[n] / 2) ** 2 for n in group))
+            if slack >= self.bound:
+                raise UserError("the ring is too coarse for dp.clip: raise the clip or the ring's bits")
+            clipped = clip_jointly({n: arrays[n] for n in group}, self.bound - slack, scales)
+            for name, array in clipped.items():
+                rows = [
+                    self._noisy(row, u, name, scales[name], steps[name])
+                    for row, u in zip(array, clients, strict=True)
+                ]
+                noisy[name] = torch.stack(rows) if rows else array
+        self.inner.add(clients, noisy)
+
+    def _noisy(self, row: Tensor, client: int, name: str, scale: float, step: float) -> Tensor:
+        if not self.deviation:
+            return row
+        deviation = self.deviation * scale
+        place = sorted(self.dtypes).index(name)
+        generator = randomness.generator(
+            randomness.fold(randomness.fold(self.key, client), place), row.device
+        )
+        if not step:
+            noise = torch.randn(row.shape, dtype=torch.float64, device=row.device, generator=generator)
+            return row + noise.mul_(deviation)
+        if deviation < _COARSEST * step:
+            raise UserError(f"the ring is too coarse for the noise of '{name}': lower its clip or add bits")
+        return (
+            (row / step).round_().add_(discrete_gaussian(row.shape, deviation / step, generator)).mul_(step)
+        )
+
+    def close(self) -> Sums:
+        """The noisy sum; the accountant is told how much noise it really has."""
+        sums = self.inner.close()
+        privacy = self.parent.privacy
+        released = privacy.multiplier * math.sqrt(len(sums.clients) / self.clients)
+        if privacy.calibration == "paper":
+            released /= math.sqrt(len(sums.arrays))  # each array may move by L: together by L √arrays
+        rate = (self.clients, privacy.population) if privacy.population > self.clients else None
+        self.parent.accountant.add(released, rate)
+        arrays = {name: array.to(self.dtypes[name]) for name, array in sums.arrays.items()}
+        return Sums(arrays, sums.clients, sums.bytes_up, sums.bytes_down, sums.clipped)
+
+
+def clip_jointly(
+    arrays: Mapping[str, Tensor], bound: float, scales: Mapping[str, float] | None = None
+) -> dict[str, Tensor]:
+    """Each client's arrays (rows), in float64, times the factor that brings their joint norm to `bound`.
+
+    Examples
+    --------
+    >>> clip_jointly({"a": torch.tensor([[3.0]]), "b": torch.tensor([[4.0]])}, 1.0)
+    {'a': tensor([[0.6000]], dtype=torch.float64), 'b': tensor([[0.8000]], dtype=torch.float64)}
+    """
+    wide = {name: array.to(torch.float64) for name, array in arrays.items()}
+    if not math.isfinite(bound):
+        return wide
+    square = sum(
+        (array / (scales or {}).get(name, 1.0)).flatten(1).square().sum(1)
+        if array.ndim > 1
+        else (array / (scales or {}).get(name, 1.0)).square()
+        for name, array in wide.items()
+    )
+    assert isinstance(square, Tensor)
+    factor = (bound / square.sqrt()).clamp_(max=1.0)
+    return {name: array * factor.reshape(-1, *[1] * (array.ndim - 1)) for name, array in wide.items()}
+
+
+def discrete_gaussian(shape: Sequence[int], deviation: float, generator: torch.Generator) -> Tensor:
+    """Integers k, as float64, with probability proportional to exp(-k²/2σ²); for σ of 4 and more.
+
+    Draw x from N(0, σ²) and let k be the nearest integer, u = x - k. Kept with probability proportional to
+    exp((2ku + u²)/2σ²), the pairs (k, u) have density proportional to exp(-k²/2σ²), whatever u.
+    """
+    device = generator.device
+    count = math.prod(shape)
+    result = torch.empty(count, dtype=torch.float64, device=device)
+    pending = torch.arange(count, device=device)
+    ceiling = _TAIL * deviation + 0.25
+    while pending.numel():
+        x = torch.randn(pending.numel(), dtype=torch.float64, device=device, generator=generator) * deviation
+        chance = torch.rand(pending.numel(), dtype=torch.float64, device=device, generator=generator)
+        k = x.round()
+        kept = (chance.log_().mul_(2 * deviation**2) < x * x - k * k - ceiling) & (
+            k.abs() <= _TAIL * deviation
+        )
+        result[pending[kept]] = k[kept]
+        pending = pending[~kept]
+    return result.reshape(tuple(shape))
