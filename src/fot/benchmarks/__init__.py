@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fot.benchmarks.catalogue import BENCHMARKS, build
-from fot.benchmarks.datasets import Dataset
+from fot.benchmarks.dataset import Dataset
 from fot.benchmarks.partition import Partition
 from fot.benchmarks.stream import Stream, Task, TaskStream, class_split, permuted, sequence
 

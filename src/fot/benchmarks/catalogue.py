@@ -12,13 +12,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
-from fot.benchmarks.datasets import digits
+from fot.benchmarks.dataset import Dataset
+from fot.benchmarks.datasets import digits, load
+from fot.benchmarks.own import read
 from fot.benchmarks.partition import KINDS, Partition
-from fot.benchmarks.stream import Stream, TaskStream, class_split, permuted
-from fot.benchmarks.transforms import Pictures
+from fot.benchmarks.stream import Stream, TaskStream, class_split, permuted, sequence
+from fot.benchmarks.transforms import CropAndFlip, Pictures, standardise
 from fot.errors import UserError
 
 
@@ -104,8 +107,8 @@ def build(
         kind = known[option].type
         if kind is float and type(value) is int:
             options[option] = float(value)
-        elif type(value) is not kind:
-            raise UserError(f"{name}: {option} = {value!r} is not of type {kind.__name__}")
+        elif type(value) is not (get_origin(kind) or kind):
+            raise UserError(f"{name}: {option} = {value!r} is not of type {getattr(kind, '__name__', kind)}")
     shared = {"clients": benchmark.clients} | {
         option: options.pop(option)
         for option in ("clients", "alpha", "task_share", "imbalance")
@@ -140,3 +143,131 @@ def _digits_split(
     deal: Partition, data_dir: Path | None, *, tasks: int = 5, random_classes: bool = False
 ) -> TaskStream:
     return class_split(digits(), _DIGITS, deal, tasks, 2, "digits-split", random_classes)
+
+
+# Means and deviations of pixel values in [0, 1], as the paper's authors and those before them used them.
+_MNIST = Pictures((0.1307,), (0.3081,))
+_CIFAR100 = Pictures((0.4914, 0.4824, 0.4467), (0.2471, 0.24353, 0.2616))
+_FIVE: dict[str, Pictures] = {  # the order of the tasks; grey pictures become 3 x 32 x 32
+    "cifar10": Pictures(
+        (125.3 / 255, 123.0 / 255, 113.9 / 255),
+        (63.0 / 255, 62.1 / 255, 66.7 / 255),
+    ),
+    "mnist": Pictures((0.1,), (0.2752,), padding=2, channels=3),
+    "svhn": Pictures((0.4377, 0.4438, 0.4728), (0.198, 0.201, 0.197)),
+    "fashion-mnist": Pictures((0.2190,), (0.3318,), padding=2, channels=3),
+    "notmnist": Pictures((0.4254,), (0.4501,), padding=2, channels=3),
+}
+_MINI = Pictures((0.47313006, 0.44905752, 0.40378186), (0.27292014, 0.26559181, 0.27953038), size=84)
+
+
+@_add("pmnist", "permuted MNIST, one head", 125, "mnist")
+def _pmnist(deal: Partition, data_dir: Path | None, *, tasks: int = 10) -> TaskStream:
+    return permuted(load("mnist", data_dir), _MNIST, deal, tasks, "pmnist")
+
+
+@_add("cifar100", "Split-CIFAR100, ten classes a task", 50, "cifar100")
+def _cifar100(
+    deal: Partition,
+    data_dir: Path | None,
+    *,
+    tasks: int = 10,
+    classes_per_task: int = 10,
+    random_classes: bool = False,
+) -> TaskStream:
+    data = load("cifar100", data_dir)
+    return class_split(data, _CIFAR100, deal, tasks, classes_per_task, "cifar100", random_classes)
+
+
+@_add("five-datasets", "CIFAR-10, MNIST, SVHN, Fashion-MNIST, notMNIST in turn", 150, *_FIVE)
+def _five_datasets(deal: Partition, data_dir: Path | None, *, tasks: int = 5) -> TaskStream:
+    if not 1 <= tasks <= len(_FIVE):
+        raise UserError(f"tasks = {tasks}: five-datasets has 1 to {len(_FIVE)}")
+    readers = [(partial(load, name, data_dir), prepare) for name, prepare in _FIVE.items()]
+    return sequence(readers[:tasks], deal, "five-datasets")
+
+
+def _mini(name: str, data: str) -> Make:
+    def make(
+        deal: Partition,
+        data_dir: Path | None,
+        *,
+        tasks: int = 20,
+        classes_per_task: int = 5,
+        random_classes: bool = False,
+        augment: bool = True,
+    ) -> TaskStream:
+        crop = CropAndFlip(4, _MINI.black) if augment else None
+        images = load(data, data_dir)
+        return class_split(images, _MINI, deal, tasks, classes_per_task, name, random_classes, crop)
+
+    return make
+
+
+_add("miniimagenet", "Split Mini-ImageNet, five classes a task", 50, "miniimagenet")(
+    _mini("miniimagenet", "miniimagenet")
+)
+_add(
+    "miniimagenet-standin",
+    "100 classes of Tiny-ImageNet at 84 x 84 in place of Mini-ImageNet; name its figures the stand-in's",
+    50,
+    "tinyimagenet100",
+)(_mini("miniimagenet-standin", "tinyimagenet100"))
+
+
+@_add("own-permuted", "data of your own, permuted, one head; path = a folder, .npz or .csv", 10)
+def _own_permuted(
+    deal: Partition,
+    data_dir: Path | None,
+    *,
+    path: str = "",
+    tasks: int = 5,
+    label: str = "label",
+    owner: str = "",
+    size: int = 0,
+    test_share: float = 0.2,
+) -> TaskStream:
+    data = _own(path, label, owner, size, test_share)
+    return permuted(data, standardise(data.train_x), deal, tasks, data.name)
+
+
+@_add("own-split", "data of your own, a few classes a task; path = a folder, .npz or .csv", 10)
+def _own_split(
+    deal: Partition,
+    data_dir: Path | None,
+    *,
+    path: str = "",
+    tasks: int = 0,
+    classes_per_task: int = 2,
+    random_classes: bool = False,
+    label: str = "label",
+    owner: str = "",
+    size: int = 0,
+    test_share: float = 0.2,
+) -> TaskStream:
+    """With tasks = 0, as many as there are classes for."""
+    data = _own(path, label, owner, size, test_share)
+    tasks = tasks or data.classes // max(classes_per_task, 1)
+    prepare = standardise(data.train_x)
+    return class_split(data, prepare, deal, tasks, classes_per_task, data.name, random_classes)
+
+
+@_add("own-sequence", "data sets of your own in turn; paths = folders, .npz or .csv", 10)
+def _own_sequence(
+    deal: Partition,
+    data_dir: Path | None,
+    *,
+    paths: list[str] = [],  # noqa: B006 - never changed
+    label: str = "label",
+    owner: str = "",
+    size: int = 0,
+    test_share: float = 0.2,
+) -> TaskStream:
+    sets = [_own(path, label, owner, size, test_share) for path in paths]
+    return sequence([(partial(lambda d: d, d), standardise(d.train_x)) for d in sets], deal, "own-sequence")
+
+
+def _own(path: str, label: str, owner: str, size: int, test_share: float) -> Dataset:
+    if not path:
+        raise UserError("data of your own need a path: set benchmark.path to a folder, .npz or .csv")
+    return read(path, label=label, owner=owner, size=size, test_share=test_share)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fot.benchmarks.datasets import Dataset
+from fot.benchmarks.dataset import Dataset
 from fot.benchmarks.partition import Partition
 from fot.benchmarks.transforms import Prepare
 from fot.errors import UserError
@@ -21,7 +21,12 @@ Augment = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Task:
-    """One task: data ready for the model, and which client holds which training samples."""
+    """One task: data ready for the model, and which client holds which training samples.
+
+    `clients[i]` are the indices into the training samples that client i holds; it may be empty. `augment`
+    changes training inputs, given int64 keys, one a sample. `notes` are lines that the reader of the data
+    wants seen.
+    """
 
     index: int
     name: str
@@ -32,6 +37,7 @@ class Task:
     test_y: Tensor
     clients: tuple[Tensor, ...]
     augment: Augment | None = None
+    notes: tuple[str, ...] = ()
 
 
 class Stream(Protocol):
@@ -95,9 +101,10 @@ def permuted(data: Dataset, prepare: Prepare, deal: Partition, tasks: int, name:
             x = prepare(raw).flatten(1)
             if index == 0:
                 return x
-            return x[:, permutation(key(deal.seed, "permutation", index), dimension)]
+            return x.index_select(1, permutation(key(deal.seed, "permutation", index), dimension))
 
-        return _task(data, inputs, deal, index, f"permutation {index + 1}")
+        shown = data if index == 0 else replace(data, notes=())  # once is enough
+        return _task(shown, inputs, deal, index, f"permutation {index + 1}")
 
     return TaskStream(name, deal.num_clients, False, (dimension,), tasks, make)
 
@@ -136,6 +143,8 @@ def class_split(
     def make(index: int) -> Task:
         chosen = order[index * classes_per_task : (index + 1) * classes_per_task]
         part = data.only(chosen.tolist())
+        if index == 0:
+            part = replace(part, notes=data.notes)
         names = part.class_names or tuple(map(str, chosen))
         return _task(part, prepare, deal, index, f"classes {', '.join(names)}", augment)
 
@@ -179,6 +188,7 @@ def _task(
         test_y=test_y,
         clients=deal(train_y, index, owners),
         augment=augment,
+        notes=data.notes,
     )
 
 
