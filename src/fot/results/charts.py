@@ -87,16 +87,20 @@ def task_ticks(count: int) -> list[float]:
     return [float(t) for t in range(1, count + 1) if count <= 10 or t % 5 == 0 or t == 1]
 
 
+def _long(texts: Sequence[str]) -> float:
+    """Return room enough for the longest of some texts at 12 px, in a wide font such as DejaVu Sans Bold."""
+    return max(
+        (sum(11.5 if c.isupper() or c in "mw%—@" else 7.9 for c in text) for text in texts), default=0.0
+    )
+
+
 def _shorten(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 1].rstrip() + "…"
 
 
 def _svg(width: float, height: float, label: str, parts: Sequence[str]) -> str:
-    return (
-        f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(label)}">'
-        + "".join(parts)
-        + "</svg>"
-    )
+    box = f'class="chart" viewBox="0 0 {width:g} {height:g}"'
+    return f'<svg {box} role="img" aria-label="{escape(label)}">{"".join(parts)}</svg>'
 
 
 def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> str:
@@ -154,7 +158,7 @@ def heat_map(
     if footer is not None:
         means = "".join(f"<td>{value:.1f}</td>" for value in footer[1])
         foot = f'<tfoot><tr><th scope="row">{escape(footer[0])}</th>{means}</tr></tfoot>'
-    kind = "heatmap numbered" if numbered else "heatmap"
+    kind = "heatmap" + " numbered" * numbered + " dense" * (columns > 12)
     return scroll(
         caption,
         f'<table class="{kind}"><caption class="unseen">{escape(caption)}</caption>'
@@ -196,18 +200,23 @@ def line_chart(
     width: int = 400,
     bands: Sequence[tuple[float, float, str]] = (),
     x_ticks: Sequence[float] | None = None,
+    floor: float | None = None,
 ) -> str:
-    """Return lines over x with their names at the right end, over shaded bands (the tasks) where given."""
+    """Return lines over x with their names at the right end, over shaded bands (the tasks) where given.
+
+    What lies below ``floor`` is cut off, so that the steep first rounds of a task do not flatten the rest.
+    """
+    lines = [line for line in lines if line.points]
+    if not lines:
+        return '<p class="soft">Nothing was measured.</p>'
     slim = width < 500
     names = [_shorten(line.short if slim and line.short else line.name, 16) for line in lines]
     gap = 13.0
     height = max(250 if slim else 330, len(lines) * gap + 70)
-    margin = 10 + max((6.6 * len(name) for name in names), default=0) + 8
+    margin = 14 + _long(names)
     left, right, top, bottom = 34.0, width - margin, 24.0 if bands else 12.0, height - 38
     xs = [x for line in lines for x, _ in line.points] + [x for band in bands for x in band[:2]]
-    ys = [y for line in lines for _, y in line.points]
-    if not ys:
-        return '<p class="soft">Nothing was measured.</p>'
+    ys = [y if floor is None else max(y, floor) for line in lines for _, y in line.points]
     y_ticks = round_ticks(min(ys), max(ys))
     x_low, x_high, y_low, y_high = min(xs), max(xs), y_ticks[0], y_ticks[-1]
 
@@ -218,14 +227,16 @@ def line_chart(
         return bottom - (y - y_low) / (y_high - y_low) * (bottom - top)
 
     parts = []
+    fits = all(6.9 * len(name) < x_at(end) - x_at(start) for start, end, name in bands)
+    step = next(n for n in (1, 2, 5, 10, 10**6) if 20 * len(bands) < n * (right - left))
     for number, (start, end, name) in enumerate(bands):
         wide = x_at(end) - x_at(start)
         if number % 2 == 0:
             corner = f'x="{x_at(start):.1f}" y="{top}"'
             parts.append(f'<rect class="band" {corner} width="{wide:.1f}" height="{bottom - top}"/>')
-        room = int(wide / 6.4)
-        said = name if len(name) <= room else str(number + 1) if room >= len(str(number + 1)) else ""
-        parts.append(_text((x_at(start) + x_at(end)) / 2, top - 8, said, "tick", "middle"))
+        if (number + 1) % step == 0 or (number == 0 and step > 2):
+            said = name if fits else str(number + 1)
+            parts.append(_text((x_at(start) + x_at(end)) / 2, top - 8, said, "tick", "middle"))
     for y in y_ticks:
         parts.append(f'<path class="grid" d="M{left} {y_at(y):.1f}H{right:.1f}"/>')
         parts.append(_text(left - 7, y_at(y) + 4, f"{y:g}", "tick", "end"))
@@ -233,17 +244,23 @@ def line_chart(
     for x in x_ticks if x_ticks is not None else [x for x in inner if x_low <= x <= x_high]:
         parts.append(_text(x_at(x), bottom + 17, f"{x:g}", "tick", "middle"))
     parts.append(_text((left + right) / 2, height - 4, x_name, "axis", "middle"))
-    ends = _spread([y_at(line.points[-1][1]) for line in lines if line.points], gap, top, bottom)
-    for line, name, end in zip((line for line in lines if line.points), names, ends, strict=True):
+    ends = _spread([y_at(line.points[-1][1]) for line in lines], gap, top, bottom)
+    # A nested drawing clips what it holds; the margin of 4 keeps dots on the border whole.
+    clip = f'x="{left - 4}" y="{top - 4}" width="{right - left + 8:.1f}" height="{bottom - top + 4:.1f}"'
+    inside = f'viewBox="{left - 4} {top - 4} {right - left + 8:.1f} {bottom - top + 4:.1f}"'
+    for line, name, end in zip(lines, names, ends, strict=True):
         spots = [(x_at(x), y_at(y)) for x, y in line.points]
         path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in spots)
         last_x, last_y = spots[-1]
         said = f"{line.name}: {line.points[-1][1]:.1f} % at the end"
-        dots = spots if len(spots) <= 20 else spots[-1:]
+        dots = spots if len(spots) <= 20 and not bands else spots[-1:]
         parts.append(
-            f'<g {ink(line.colour)}><title>{escape(said)}</title><path class="line" d="{path}"/>'
+            f"<g {ink(line.colour)}><title>{escape(said)}</title>"
+            f'<svg {clip} {inside}><path class="line" d="{path}"/>'
             + "".join(f'<circle r="2.4" cx="{x:.1f}" cy="{y:.1f}"/>' for x, y in dots)
+            + "</svg>"
             + f'<path class="leader" d="M{last_x + 4:.1f} {last_y:.1f}L{right + 9:.1f} {end:.1f}"/>'
+            * bool(name)
             + _text(right + 12, end + 4, name, "name")
             + "</g>"
         )
@@ -263,9 +280,9 @@ class Bar:
 
 def bar_chart(bars: Sequence[Bar], *, label: str, width: int = 400) -> str:
     """Return horizontal bars from zero, to the left where negative, each with its value written beside it."""
-    row, names = 27, [_shorten(bar.name, 20) for bar in bars]
-    left = 8 + max((6.7 * len(name) for name in names), default=0)
-    written = 10 + max((6.6 * len(bar.said) for bar in bars), default=0)
+    row, names = 27, [_shorten(bar.name, 18) for bar in bars]
+    left = 10 + _long(names) * 0.92  # regular type is narrower than bold
+    written = 8 + _long([bar.said for bar in bars])
     low = min([0.0, *(bar.value - bar.spread for bar in bars)])
     high = max([0.0, *(bar.value + bar.spread for bar in bars)])
     start = left + (written if low < 0 else 0)

@@ -85,7 +85,8 @@ def _verdict(groups: Sequence[Group], places: Sequence[tuple[str, str]]) -> str:
         lost = _mean(group, "fgt")
         forgot = "" if lost is None else f" with {lost:.1f} points forgotten".replace("-0.0", "0.0")
         said.append(f"{method_name(group.method)} ends at {_mean(group, 'acc'):.1f} %{forgot}")
-    return ", ".join(said) + "."
+    sentence = "; ".join(said) + "."
+    return sentence[0].upper() + sentence[1:]
 
 
 def _bars(groups: Sequence[Group], colours: Mapping[str, charts.Colour], key: str, label: str) -> str:
@@ -97,7 +98,9 @@ def _bars(groups: Sequence[Group], colours: Mapping[str, charts.Colour], key: st
             mean = statistics.fmean(values)
             said = f"{mean:.1f}" + (f" ± {spread:.1f}" if len(values) > 1 else "")
             bars.append(Bar(method_name(group.method), mean, said, colours[group.method], spread))
-    return charts.bar_chart(bars, label=label) if bars else '<p class="soft">Not defined for one task.</p>'
+    if not bars:
+        return '<p class="soft">Not defined for one task.</p>'
+    return page.chart(lambda width: charts.bar_chart(bars, label=label, width=width))
 
 
 def _curves(groups: Sequence[Group], colours: Mapping[str, charts.Colour]) -> str:
@@ -108,17 +111,15 @@ def _curves(groups: Sequence[Group], colours: Mapping[str, charts.Colour]) -> st
         longest = max(longest, length)
         points = [(t + 1.0, statistics.fmean(curve[t] for curve in curves)) for t in range(length)]
         lines.append(Line(method_name(group.method), colours[group.method], points))
-    return page.both(
-        *(
-            charts.line_chart(
-                lines,
-                label="Mean accuracy over the tasks seen so far, method by method",
-                x_name="tasks learnt",
-                width=width,
-                x_ticks=charts.task_ticks(longest),
-            )
-            for width in (980, 350)
-        )
+    return page.chart(
+        lambda width: charts.line_chart(
+            lines,
+            label="Mean accuracy over the tasks seen so far, method by method",
+            x_name="tasks learnt",
+            width=width,
+            x_ticks=charts.task_ticks(longest),
+        ),
+        full=True,
     )
 
 

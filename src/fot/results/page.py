@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 
 _STYLE = """
@@ -20,29 +20,31 @@ body { margin: 0; background: var(--bg); color: var(--text); -webkit-text-size-a
 main { max-width: 1080px; margin: 0 auto; padding: 56px 28px 72px; }
 .over { margin: 0 0 10px; color: var(--soft); font-size: 14px; }
 .over b { color: var(--accent); font-weight: 600; }
-h1 { margin: 0; font-size: clamp(24px, 4.2vw, 38px); line-height: 1.18; font-weight: 650;
-  letter-spacing: -.018em; text-wrap: balance; max-width: 24em; overflow-wrap: anywhere; }
+h1 { margin: 0; font-size: clamp(23px, 3.6vw, 34px); line-height: 1.2; font-weight: 640;
+  letter-spacing: -.018em; text-wrap: balance; max-width: 27em; overflow-wrap: anywhere; }
 h2 { margin: 0; font-size: 17px; font-weight: 650; letter-spacing: -.005em; overflow-wrap: anywhere; }
 h3 { margin: 0 0 6px; font-size: 13px; font-weight: 600; color: var(--soft); }
 .section { margin: 44px 0 0; font-size: 22px; }
-.lead { margin: 14px 0 0; color: var(--soft); max-width: 44em; }
+.lead { margin: 14px 0 0; color: var(--soft); max-width: 54em; }
 .soft, .note { color: var(--soft); }
 .note { margin: 2px 0 18px; font-size: 14px; max-width: 52em; text-wrap: pretty; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(132px, 1fr)); gap: 1px;
   margin: 34px 0 0; background: var(--rule);
   border: 1px solid var(--rule); border-radius: 12px; overflow: hidden; }
-.tile { background: var(--card); padding: 16px 18px 14px; }
+.tile { background: var(--card); padding: 16px 12px 14px 17px; }
 .tile dt { font-size: 13px; color: var(--soft); }
-.tile dd { margin: 3px 0 0; font-size: 25px; line-height: 1.2; font-weight: 620; letter-spacing: -.02em;
+.tile dd { margin: 3px 0 0; font-size: 24px; line-height: 1.2; font-weight: 620; letter-spacing: -.02em;
   font-variant-numeric: tabular-nums; white-space: nowrap; }
-.tile dd small { font-size: 14px; font-weight: 500; color: var(--soft); letter-spacing: 0; }
+.tile dd small { font-size: 13px; font-weight: 500; color: var(--soft); letter-spacing: 0; }
 .tile p { margin: 3px 0 0; font-size: 12px; line-height: 1.35; font-weight: 400; letter-spacing: 0;
   color: var(--soft); white-space: normal; }
 .cards { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 18px; margin-top: 18px; }
+.lead + .cards { margin-top: 34px; }
 .card { background: var(--card); border: 1px solid var(--rule); border-radius: 12px; padding: 22px 24px 20px;
   min-width: 0; break-inside: avoid; }
+.card > h2 + :not(.note) { margin-top: 14px; }
 .card.full { grid-column: 1 / -1; }
-svg { display: block; width: 100%; height: auto; font-size: 12px; line-height: 1; }
+svg.chart { display: block; width: 100%; height: auto; font-size: 12px; line-height: 1; }
 svg text { fill: var(--text); font-variant-numeric: tabular-nums; }
 svg .tick, svg .axis { fill: var(--soft); font-size: 11.5px; }
 svg .name { fill: currentColor; font-weight: 600; }
@@ -67,8 +69,11 @@ th { font-weight: 500; color: var(--soft); text-align: left; }
 .heatmap thead th { text-align: center; font-size: 13px; padding-bottom: 3px; }
 .heatmap th:first-child { text-align: left; padding-right: 12px; white-space: nowrap; position: sticky;
   left: 0; background: var(--card); max-width: 200px; overflow: hidden; text-overflow: ellipsis; }
-.heatmap th b { display: inline-block; min-width: 1.3em; color: var(--text); font-weight: 600; }
+.heatmap th b { display: inline-block; min-width: 1.8em; color: var(--text); font-weight: 600; }
 .heatmap tfoot td { font-weight: 600; }
+.heatmap.dense { font-size: 12px; border-spacing: 1px; }
+.heatmap.dense td { padding: 6px 0; min-width: 0; }
+.heatmap.dense th:first-child { max-width: 136px; }
 .list td, .list th { padding: 9px 14px 9px 0; border-bottom: 1px solid var(--rule); text-align: right;
   white-space: nowrap; }
 .list tr > :first-child { text-align: left; color: var(--text); font-weight: 600; }
@@ -96,9 +101,11 @@ a { color: var(--accent); }
   .card { padding: 17px 15px 15px; }
   .wide { display: none; }
   .narrow { display: block; }
-  .heatmap { font-size: 11px; border-spacing: 1px; }
-  .heatmap td { padding: 6px 1px; min-width: 27px; border-radius: 3px; }
-  .heatmap th:first-child { max-width: 96px; padding-right: 6px; }
+  .tile:last-child:nth-child(odd) { grid-column: 1 / -1; }
+  .heatmap, .heatmap.dense, .heatmap thead th { font-size: 10px; }
+  .heatmap { border-spacing: 1px; }
+  .heatmap td, .heatmap.dense td { padding: 6px 1px; min-width: 0; border-radius: 3px; }
+  .heatmap th:first-child { max-width: 96px; padding-right: 5px; }
   .heatmap.numbered tbody th span { display: none; }
   .heatmap.numbered th b { min-width: 0; }
 }
@@ -110,11 +117,12 @@ a { color: var(--accent); }
 """
 
 
-def tile(name: str, value: str, unit: str = "", note: str = "") -> str:
-    """Return one headline number with its name above and a few words below."""
-    after = f" <small>{escape(unit)}</small>" if unit else ""
-    below = f"<p>{escape(note)}</p>" if note else ""
-    return f'<div class="tile"><dt>{escape(name)}</dt><dd>{escape(value)}{after}{below}</dd></div>'
+def tile(name: str, value: str, note: str) -> str:
+    """Return one headline number with its name above and a few words below; its units are set smaller."""
+    parts = [
+        f"<small>{escape(part)}</small>" if part.isalpha() or part == "%" else part for part in value.split()
+    ]
+    return f'<div class="tile"><dt>{escape(name)}</dt><dd>{" ".join(parts)}<p>{escape(note)}</p></dd></div>'
 
 
 def tiles(parts: Sequence[str]) -> str:
@@ -134,9 +142,9 @@ def cards(parts: Sequence[str]) -> str:
     return f'<div class="cards">{"".join(parts)}</div>'
 
 
-def both(wide: str, narrow: str) -> str:
-    """Return a chart drawn twice, of which a wide page shows the first and a phone the second."""
-    return f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
+def chart(draw: Callable[[int], str], *, full: bool = False) -> str:
+    """Return a chart drawn for two widths, so that its type is as large on a phone as elsewhere."""
+    return f'<div class="wide">{draw(980 if full else 464)}</div><div class="narrow">{draw(330)}</div>'
 
 
 def page(title: str, over: str, heading: str, lead: str, body: str) -> str:

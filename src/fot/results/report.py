@@ -26,13 +26,9 @@ def write_report(run_dir: str | Path) -> Path:
 
 
 def _number(value: float | None, digits: int = 1) -> str:
-    return "–" if value is None else f"{value:.{digits}f}".replace("-", "−")
-
-
-def _pair(shown: str) -> tuple[str, str]:
-    """Split ``12.3 MB`` into the number and its unit, which a tile sets smaller."""
-    number, _, unit = shown.partition(" ")
-    return (number, unit) if " " not in unit else (shown, "")
+    if value is None:
+        return "–"
+    return f"{round(value, digits) + 0.0:.{digits}f}".replace("-", "−")  # + 0.0 turns -0.0 into 0.0
 
 
 def run_page(summary: Summary, events: Events, experiment: str) -> str:
@@ -66,22 +62,16 @@ def _rounds(summary: Summary) -> int:
 def _tiles(summary: Summary) -> str:
     used = metrics.used_subspace(summary["subspace"] or {})
     up, spent = total(summary["bytes_up"]), total(summary["seconds"])
+    best = f"{_number(summary['fgt_max'])} from the best moment"
     return page.tiles(
         [
-            page.tile("ACC", _number(summary["acc"]), "%", "mean accuracy at the end"),
-            page.tile(
-                "FGT",
-                _number(summary["fgt"]),
-                "points",
-                f"{_number(summary['fgt_max'])} from the best moment",
-            ),
-            page.tile("BWT", _number(summary["bwt"]), "points", "backward transfer"),
-            page.tile("FWT", _number(summary["fwt"]), "points", "forward transfer"),
-            page.tile("Used subspace", _number(used), "%", "mean over layers"),
-            page.tile("Sent", *_pair(format_bytes(up)), note="by one client, in all"),
-            page.tile(
-                "Time", *_pair(format_seconds(spent)), note=f"{summary['engine']}, {summary['device']}"
-            ),
+            page.tile("ACC", _number(summary["acc"]) + " %", "mean accuracy at the end"),
+            page.tile("FGT", _number(summary["fgt"]) + " points", best),
+            page.tile("BWT", _number(summary["bwt"]) + " points", "backward transfer"),
+            page.tile("FWT", _number(summary["fwt"]) + " points", "forward transfer"),
+            page.tile("Used subspace", _number(used) + " %", "mean over layers"),
+            page.tile("Sent", format_bytes(up), "by one client, in all"),
+            page.tile("Time", format_seconds(spent), f"{summary['engine']}, {summary['device']}"),
         ]
     )
 
@@ -125,16 +115,18 @@ def _over_time(summary: Summary, events: Events) -> str:
         for i in sorted(points)
         if points[i]
     ]
-    drawn = [
-        charts.line_chart(
-            lines, label="Accuracy of each task over the rounds", x_name=unit, width=width, bands=bands
-        )
-        for width in (980, 350)
-    ]
-    note = (
-        "Each line is one task, in percent, from when it was learnt to the end. Shaded bands are the tasks."
+    label = "Accuracy of each task over the rounds"
+    final = [value for row in summary["accuracy"] for value in row if value is not None]
+    floor = min(final) - max(2.0, 0.25 * (max(final) - min(final)))
+    chart = page.chart(
+        lambda width: charts.line_chart(
+            lines, label=label, x_name=unit, width=width, bands=bands, floor=floor
+        ),
+        full=True,
     )
-    return page.card("Accuracy over time", note, page.both(*drawn), full=True)
+    note = "Each line is one task, in percent, from when it was learnt to the end; bands mark the tasks. "
+    cut = "The steep first rounds of a task may lie below the axis."
+    return page.card("Accuracy over time", note + cut, chart, full=True)
 
 
 def _measured(
@@ -155,9 +147,11 @@ def _measured(
             x = float(end if event["round"] is None else start + event["round"] + 1)
             for name, value in event["accuracies"].items():
                 i = int(name)
-                # A task not yet trained has no line, and a task's last round may be evaluated twice.
-                if value is not None and i <= event["task"] and not (points[i] and points[i][-1][0] == x):
-                    points[i].append((x, value))
+                if value is None or i > event["task"]:  # a task not yet trained has no line
+                    continue
+                if points[i] and points[i][-1][0] == x:  # the last round and the task's end are one moment
+                    points[i].pop()
+                points[i].append((x, value))
     return (points if any(points.values()) else {}), bands
 
 
@@ -169,11 +163,14 @@ def _thin(points: Sequence[charts.Point], most: int = 300) -> list[charts.Point]
 def _average(summary: Summary) -> str:
     curve = metrics.average_curve(summary["accuracy"])
     points = [(t + 1.0, value) for t, value in enumerate(curve)]
-    chart = charts.line_chart(
-        [Line("mean", charts.ACCENT, points)],
-        label="Mean accuracy over the tasks seen so far",
-        x_name="tasks learnt",
-        x_ticks=charts.task_ticks(len(points)),
+    chart = page.chart(
+        lambda width: charts.line_chart(
+            [Line("", charts.ACCENT, points)],
+            label="Mean accuracy over the tasks seen so far",
+            x_name="tasks learnt",
+            width=width,
+            x_ticks=charts.task_ticks(len(points)),
+        )
     )
     return page.card("Average accuracy", "Mean over the tasks seen so far, in percent.", chart)
 
@@ -185,9 +182,13 @@ def _forgetting(summary: Summary) -> str:
         for i, (name, value) in enumerate(zip(summary["tasks"], lost, strict=False))
     ]
     note = "Points that each task lost between the end of its own training and the end of the run."
-    empty = '<p class="soft">One task alone has nothing to forget.</p>'
-    chart = charts.bar_chart(bars, label="Points forgotten, task by task") if bars else empty
-    return page.card("Forgetting", note, chart)
+    if not bars:
+        return page.card("Forgetting", note, '<p class="soft">One task alone has nothing to forget.</p>')
+    return page.card("Forgetting", note, _bars(bars, "Points forgotten, task by task"))
+
+
+def _bars(bars: Sequence[Bar], label: str) -> str:
+    return page.chart(lambda width: charts.bar_chart(bars, label=label, width=width))
 
 
 def _subspace(summary: Summary) -> str:
@@ -225,7 +226,7 @@ def _bytes(summary: Summary) -> str:
         for value in [summary[key][part]]
     ]
     note = "What one client sends and receives if it takes part in every round."
-    return page.card("Bytes", note, charts.bar_chart(bars, label="Bytes up and down for one client"))
+    return page.card("Bytes", note, _bars(bars, "Bytes up and down for one client"))
 
 
 def _seconds(summary: Summary) -> str:
@@ -233,7 +234,7 @@ def _seconds(summary: Summary) -> str:
         Bar(name, summary["seconds"][part], format_seconds(summary["seconds"][part]))
         for name, part in (("training", "train"), ("extraction", "extract"), ("evaluation", "evaluate"))
     ]
-    return page.card("Time", "Where the run's time went.", charts.bar_chart(bars, label="Seconds by phase"))
+    return page.card("Time", "Where the run's time went.", _bars(bars, "Seconds by phase"))
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -102,12 +102,12 @@ class Group:
     runs: tuple[Summary, ...]
 
     def cell(self, column: Column) -> str:
-        """Return ``mean ± sample standard deviation``, the mean alone for one run, a dash where undefined."""
+        """Return ``mean ± sample standard deviation``, the mean if all agree, a dash where undefined."""
         values = [v for v in map(column.value, self.runs) if v is not None]
         if not values:
             return "–"
         mean = column.show(statistics.fmean(values))
-        return f"{mean} ± {column.show(statistics.stdev(values))}" if len(values) > 1 else mean
+        return f"{mean} ± {column.show(statistics.stdev(values))}" if len(set(values)) > 1 else mean
 
 
 def group_runs(summaries: Sequence[Summary]) -> list[Group]:
@@ -160,10 +160,7 @@ def _markdown(headings: Sequence[str], rows: Sequence[Sequence[str]], words: int
 
 
 def comparison_table(summaries: Sequence[Summary], title: str | None = None) -> Table:
-    """Return the comparison of several runs as a table for the terminal.
-
-    Columns that no run can fill, and words that all rows share, are left to the title and the recipe.
-    """
+    """Return the comparison of several runs as a table for the terminal."""
     return _rich(*comparison_rows(summaries), words=3, title=title)
 
 
@@ -176,7 +173,7 @@ def comparison_markdown(summaries: Sequence[Summary]) -> str:
     ...        "fgt_max": None, "bwt": None, "subspace": {}, "bytes_up": {"training": 1000},
     ...        "seconds": {"train": 2.0}}
     >>> print(comparison_markdown([run, {**run, "acc": 92.0}]).splitlines()[2])
-    | digits | iid | FOT | 2 | 91.00 ± 1.41 | – | – | – | – | 1.00 kB ± 0 B | 2.0 s ± 0.0 s |
+    | digits | iid | FOT | 2 | 91.00 ± 1.41 | – | – | – | – | 1.00 kB | 2.0 s |
     """
     return _markdown(*comparison_rows(summaries), words=3)
 

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from results_synthetic import make_run
+from rich.console import Console
+
+from fot.results.table import (
+    comparison_markdown,
+    comparison_rows,
+    comparison_table,
+    format_bytes,
+    headline,
+    run_markdown,
+    run_table,
+)
+
+
+def printed(table) -> str:
+    console = Console(width=220, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(table)
+    return console.export_text()
+
+
+def test_groups_are_means_with_the_sample_standard_deviation(tmp_path):
+    runs = [
+        make_run(tmp_path / f"{m}{s}", method=m, seed=s, tasks=2)
+        for m in ("fedavg", "fot")
+        for s in (0, 1, 2)
+    ]
+    for run, acc in zip(runs, [70.0, 71.0, 75.0, 90.0, 90.0, 90.0], strict=True):
+        run["acc"] = acc
+    headings, rows = comparison_rows(runs)
+    assert [row[:4] for row in rows] == [
+        ["permuted-mnist", "iid", "FedAvg", "3"],
+        ["permuted-mnist", "iid", "FOT", "3"],
+    ]
+    column = headings.index("ACC %")
+    # The sample deviation divides by n - 1: squares 4 + 1 + 9 = 14, over 2, is 7.
+    assert rows[0][column] == f"72.00 ± {math.sqrt(7):.2f}"
+    assert rows[1][column] == "90.00"
+    used = headings.index("Used subspace %")
+    assert rows[0][used] == "–" and rows[1][used] != "–"
+    assert rows[1][headings.index("Sent a client")] == format_bytes(5_110_480_000 + 42_600_000)
+
+
+def test_partitions_and_benchmarks_are_kept_apart(tmp_path):
+    run = make_run(tmp_path / "run", tasks=2)
+    rows = comparison_rows([run, {**run, "partition": "shards"}, {**run, "benchmark": "digits"}, run])[1]
+    assert [row[:4] for row in rows] == [
+        ["permuted-mnist", "iid", "FOT", "2"],
+        ["permuted-mnist", "shards", "FOT", "1"],
+        ["digits", "iid", "FOT", "1"],
+    ]
+
+
+def test_the_terminal_and_markdown_say_the_same(tmp_path):
+    run = make_run(tmp_path / "run", tasks=3, partition="a|b [red]")
+    shown, markdown = printed(comparison_table([run])), comparison_markdown([run])
+    for cell in comparison_rows([run])[1][0]:
+        assert cell in shown
+        assert cell.replace("|", r"\|") in markdown
+    lines = markdown.splitlines()
+    assert len(lines) == 3 and len({line.replace(r"\|", "").count("|") for line in lines}) == 1
+
+
+def test_one_run_shows_its_matrix(tmp_path):
+    run = make_run(tmp_path / "run", tasks=3)
+    for text in (printed(run_table(run)), run_markdown(run)):
+        assert headline(run) in " ".join(text.split())  # the terminal wraps it to the table
+        for row in run["accuracy"]:
+            for value in row:
+                assert value is None or f"{value:.2f}" in text
+
+
+@pytest.mark.parametrize(
+    ("fgt", "said"),
+    [
+        (None, ": 90.1 %."),
+        (6.26, ": 90.1 % on average at the end, 6.3 points forgotten."),
+        (-0.01, ": 90.1 % on average at the end, 0.0 points forgotten."),
+        (-1.25, ": 90.1 % on average at the end, 1.2 points gained on earlier tasks."),
+    ],
+)
+def test_the_headline_reads_well_at_every_sign(fgt, said):
+    run = {"method": "fot", "tasks": ["a"], "clients": 20, "acc": 90.14, "fgt": fgt}
+    assert headline(run) == "FOT learnt 1 task over 20 clients" + said
