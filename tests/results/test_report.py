@@ -50,7 +50,10 @@ def test_the_report_holds_every_accuracy_and_the_headline(tmp_path):
     html = write_report(tmp_path).read_text()
     page = Balanced(html)
     assert heat_cells(html) == [f"{v:.1f}" for row in summary["accuracy"] for v in row if v is not None]
-    assert f"FOT learnt 5 tasks over 125 clients: {summary['acc']:.1f} % on average" in page.text
+    assert (
+        f"FOT learnt 5 tasks over 125 clients: {summary['acc']:.1f}\N{NO-BREAK SPACE}% on average"
+        in page.text
+    )
     for said in ("permutation 3", "body.4", "5.15 GB", "weight_decay", "1e-05", "vectorized"):
         assert said in page.text
     assert page.links == ["data:,"]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import math
 
 import pytest
@@ -17,10 +18,10 @@ from fot.results.table import (
 )
 
 
-def printed(table) -> str:
-    console = Console(width=220, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+def printed(table, width: int = 80) -> str:
+    console = Console(width=width, file=io.StringIO())
     console.print(table)
-    return console.export_text()
+    return console.file.getvalue()
 
 
 def test_groups_are_means_with_the_sample_standard_deviation(tmp_path):
@@ -40,9 +41,9 @@ def test_groups_are_means_with_the_sample_standard_deviation(tmp_path):
     # The sample deviation divides by n - 1: squares 4 + 1 + 9 = 14, over 2, is 7.
     assert rows[0][column] == f"72.00 ± {math.sqrt(7):.2f}"
     assert rows[1][column] == "90.00"
-    used = headings.index("Used subspace %")
+    used = headings.index("Subspace %")
     assert rows[0][used] == "–" and rows[1][used] != "–"
-    assert rows[1][headings.index("Sent a client")] == format_bytes(5_110_480_000 + 42_600_000)
+    assert rows[1][headings.index("Sent")] == format_bytes(5_110_480_000 + 42_600_000)
 
 
 def test_partitions_and_benchmarks_are_kept_apart(tmp_path):
@@ -57,12 +58,30 @@ def test_partitions_and_benchmarks_are_kept_apart(tmp_path):
 
 def test_the_terminal_and_markdown_say_the_same(tmp_path):
     run = make_run(tmp_path / "run", tasks=3, partition="a|b [red]")
-    shown, markdown = printed(comparison_table([run])), comparison_markdown([run])
+    shown, markdown = printed(comparison_table([run], title="a [b]")), comparison_markdown([run])
+    assert "a [b]" in shown and "permuted-mnist, a|b [red]" in printed(comparison_table([run]))
+    shown = printed(comparison_table([run, {**run, "benchmark": "other"}]), width=120)
     for cell in comparison_rows([run])[1][0]:
         assert cell in shown
         assert cell.replace("|", r"\|") in markdown
     lines = markdown.splitlines()
     assert len(lines) == 3 and len({line.replace(r"\|", "").count("|") for line in lines}) == 1
+
+
+def test_the_comparison_fits_a_terminal_of_80_columns_unbroken(tmp_path):
+    runs = [make_run(tmp_path / f"{m}{s}", method=m, seed=s) for m in ("fedavg", "fot") for s in (0, 1)]
+    shown = printed(comparison_table(runs))
+    assert "…" not in shown
+    for row in comparison_rows(runs)[1]:
+        for cell in row:
+            assert all(part in shown for part in cell.split(" ± "))
+
+
+def test_ten_tasks_fit_a_terminal_of_80_columns(tmp_path):
+    run = make_run(tmp_path / "run", tasks=10)
+    shown = printed(run_table(run))
+    assert "…" not in shown and "10 permutation 9" in shown
+    assert all(f"{value:.1f}" in shown for row in run["accuracy"] for value in row if value is not None)
 
 
 def test_one_run_shows_its_matrix(tmp_path):

@@ -149,10 +149,11 @@ def chart(draw: Callable[[int], str], *, full: bool = False) -> str:
 
 def page(title: str, over: str, heading: str, lead: str, body: str) -> str:
     """Return the whole document; ``over`` and ``body`` are HTML, the rest is text."""
+    joined = heading.replace(" %", "\N{NO-BREAK SPACE}%")
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f'<title>{escape(title)}</title>\n<link rel="icon" href="data:,">\n<style>{_STYLE}</style>\n</head>\n'
-        f'<body>\n<main>\n<p class="over">{over}</p>\n<h1>{escape(heading)}</h1>\n'
+        f'<body>\n<main>\n<p class="over">{over}</p>\n<h1>{escape(joined)}</h1>\n'
         f'<p class="lead">{escape(lead)}</p>\n{body}\n</main>\n</body>\n</html>\n'
     )

@@ -25,10 +25,10 @@ def write_report(run_dir: str | Path) -> Path:
     return folder.report
 
 
-def _number(value: float | None, digits: int = 1) -> str:
+def _number(value: float | None, unit: str = "") -> str:
     if value is None:
         return "–"
-    return f"{round(value, digits) + 0.0:.{digits}f}".replace("-", "−")  # + 0.0 turns -0.0 into 0.0
+    return f"{round(value, 1) + 0.0:.1f}{unit}".replace("-", "−")  # + 0.0 turns -0.0 into 0.0
 
 
 def run_page(summary: Summary, events: Events, experiment: str) -> str:
@@ -65,11 +65,11 @@ def _tiles(summary: Summary) -> str:
     best = f"{_number(summary['fgt_max'])} from the best moment"
     return page.tiles(
         [
-            page.tile("ACC", _number(summary["acc"]) + " %", "mean accuracy at the end"),
-            page.tile("FGT", _number(summary["fgt"]) + " points", best),
-            page.tile("BWT", _number(summary["bwt"]) + " points", "backward transfer"),
-            page.tile("FWT", _number(summary["fwt"]) + " points", "forward transfer"),
-            page.tile("Used subspace", _number(used) + " %", "mean over layers"),
+            page.tile("ACC", _number(summary["acc"], " %"), "mean accuracy at the end"),
+            page.tile("FGT", _number(summary["fgt"], " points"), best),
+            page.tile("BWT", _number(summary["bwt"], " points"), "backward transfer"),
+            page.tile("FWT", _number(summary["fwt"], " points"), "forward transfer"),
+            page.tile("Used subspace", _number(used, " %"), "mean over layers"),
             page.tile("Sent", format_bytes(up), "by one client, in all"),
             page.tile("Time", format_seconds(spent), f"{summary['engine']}, {summary['device']}"),
         ]

@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
+from rich.text import Text
 
 from fot.results.metrics import average_curve, used_subspace
 
@@ -86,8 +88,8 @@ COLUMNS = (
     Column("FGT", lambda s: s["fgt"], _percent),
     Column("FGT (max)", lambda s: s["fgt_max"], _percent),
     Column("BWT", lambda s: s["bwt"], _percent),
-    Column("Used subspace %", lambda s: used_subspace(s["subspace"] or {}), lambda v: f"{v:.1f}"),
-    Column("Sent a client", lambda s: total(s["bytes_up"]), format_bytes),
+    Column("Subspace %", lambda s: used_subspace(s["subspace"] or {}), lambda v: f"{v:.1f}"),
+    Column("Sent", lambda s: total(s["bytes_up"]), format_bytes),
     Column("Time", lambda s: total(s["seconds"]), format_seconds),
 )
 
@@ -136,20 +138,31 @@ def comparison_rows(summaries: Sequence[Summary]) -> tuple[list[str], list[list[
 def run_rows(summary: Summary) -> tuple[list[str], list[list[str]]]:
     """Return the accuracy matrix of one run as text, with the mean over the tasks seen as its last row."""
     accuracy = summary["accuracy"]
-    headings = ["Task", *(f"after {t + 1}" for t in range(len(accuracy)))]
+    digits = 2 if len(accuracy) <= 6 else 1  # ten tasks then fit a terminal of 80 columns
+    headings = ["after task", *(str(t + 1) for t in range(len(accuracy)))]
     rows = [
-        [f"{i + 1} {name}", *("" if value is None else _percent(value) for value in row)]
+        [f"{i + 1} {name}", *("" if value is None else f"{value:.{digits}f}" for value in row)]
         for i, (name, row) in enumerate(zip(summary["tasks"], accuracy, strict=True))
     ]
-    return headings, [*rows, ["mean", *map(_percent, average_curve(accuracy))]]
+    return headings, [*rows, ["mean", *(f"{mean:.{digits}f}" for mean in average_curve(accuracy))]]
 
 
 def _rich(headings: Sequence[str], rows: Sequence[Sequence[str]], words: int, title: str | None) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold")
+    table = Table(
+        title=title and Text(title),
+        title_justify="left",
+        title_style="bold",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
     for position, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if position < words else "right", overflow="fold")
+        if position < words:
+            table.add_column(heading, overflow="fold", min_width=6)
+        else:
+            table.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(*(cell.replace("[", r"\[") for cell in row))  # rich would read [x] as markup
+        table.add_row(*map(Text, row))  # as text, since rich reads [x] in a plain string as markup
     return table
 
 
@@ -160,8 +173,17 @@ def _markdown(headings: Sequence[str], rows: Sequence[Sequence[str]], words: int
 
 
 def comparison_table(summaries: Sequence[Summary], title: str | None = None) -> Table:
-    """Return the comparison of several runs as a table for the terminal."""
-    return _rich(*comparison_rows(summaries), words=3, title=title)
+    """Return the comparison of several runs as a table for the terminal, fit for 80 columns.
+
+    The benchmark and the partition go to the title where all runs share them, and deviations stand below
+    their means.
+    """
+    headings, rows = comparison_rows(summaries)
+    if len({(row[0], row[1]) for row in rows}) == 1:
+        title = title or f"{rows[0][0]}, {rows[0][1]}"
+        headings, rows = headings[2:], [row[2:] for row in rows]
+    stacked = [[cell.replace(" ± ", "\n± ") for cell in row] for row in rows]
+    return _rich(headings, stacked, words=headings.index("Seeds"), title=title)
 
 
 def comparison_markdown(summaries: Sequence[Summary]) -> str:
