@@ -2,8 +2,8 @@
 
 Two runs are neighbours if they differ in what one client sends, its arrays in one and zeros in the other.
 Each client scales its arrays to a joint norm of at most L and adds a share of the noise, so that the sum,
-which is all the server sees, carries N(0, (z L)²) in every entry: one release is a Gaussian mechanism of noise
-multiplier z. The epsilon of the run composes all of its releases.
+which is all the server sees, carries N(0, (z L)²) in every entry: one release is a Gaussian mechanism of
+noise multiplier z. The epsilon of the run composes all of its releases.
 """
 
 from __future__ import annotations
