@@ -90,7 +90,7 @@ def test_without_logged_evaluations_the_matrix_is_drawn_and_ends_are_the_same(tm
     logged = said.findall(write_report(tmp_path).read_text())
     RunFolder.open(tmp_path).events.write_text("")
     assert logged == said.findall(write_report(tmp_path).read_text())
-    assert len(logged) == 6  # three tasks, drawn for a wide page and for a phone
+    assert len(logged) == 9  # three tasks, drawn for three widths of page
 
 
 def test_an_unfinished_run_has_no_report(tmp_path):
@@ -183,7 +183,7 @@ def pages(tmp_path_factory):
 
 @pytest.mark.browser
 @pytest.mark.parametrize("name", ["run", "large", "all"])
-@pytest.mark.parametrize("width", [360, 768, 1200])
+@pytest.mark.parametrize("width", [360, 560, 600, 768, 1200])
 def test_the_page_fits_loads_nothing_and_has_no_errors(browser, pages, name, width):
     browser.show(pages[name], width=width)
     wide, inner = browser.ask("return [document.documentElement.scrollWidth, innerWidth]")
@@ -197,6 +197,12 @@ def test_the_page_fits_loads_nothing_and_has_no_errors(browser, pages, name, wid
         " }).map(t => t.textContent); })"
     )
     assert cut == []
+    # Each chart is shown at one of its three sizes, the one whose type can be read.
+    sizes = browser.ask(
+        "return [...document.querySelectorAll('svg.chart text')].filter(t => t.getClientRects().length)"
+        ".map(t => t.getScreenCTM().a * parseFloat(getComputedStyle(t).fontSize))"
+    )
+    assert len(sizes) > 20 and 9 <= min(sizes) <= max(sizes) <= 20
     # Nothing but a box that scrolls by itself reaches out of its card.
     out = browser.ask(
         "return [...document.querySelectorAll('.card *, .tile *')].filter(e => !e.closest('.scroll, .unseen')"

@@ -210,7 +210,7 @@ def line_chart(
     if not lines:
         return '<p class="soft">Nothing was measured.</p>'
     slim = width < 500
-    names = [_shorten(line.short if slim and line.short else line.name, 16) for line in lines]
+    names = [_shorten(line.short if slim and line.short else line.name, 18) for line in lines]
     gap = 13.0
     height = max(250 if slim else 330, len(lines) * gap + 70)
     margin = 14 + _long(names)

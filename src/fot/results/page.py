@@ -58,7 +58,7 @@ svg .line { stroke: currentColor; stroke-width: 2; fill: none; stroke-linejoin: 
 svg .leader { stroke: currentColor; stroke-width: .8; opacity: .55; fill: none; }
 svg circle, svg g.ink > rect { fill: currentColor; }
 svg g.ink:hover .line { stroke-width: 3.5; }
-.narrow { display: none; }
+.middle, .narrow { display: none; }
 .scroll { overflow-x: auto; }
 .scroll:focus-visible, a:focus-visible { outline: 2px solid var(--accent); outline-offset: 3px; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: 14px; }
@@ -92,15 +92,18 @@ pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; font-size: 13px
 a { color: var(--accent); }
 .links { margin: 0; padding: 0; list-style: none; columns: 3 220px; font-size: 14px; }
 .unseen { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }
+@media (max-width: 960px) {
+  .cards { grid-template-columns: minmax(0, 1fr); }
+  .wide { display: none; }
+  .middle { display: block; }
+}
 @media (max-width: 720px) {
   main { padding: 32px 14px 48px; }
   .tiles { grid-template-columns: repeat(2, minmax(0, 1fr)); margin-top: 26px; }
   .tile { padding: 13px 14px 11px; }
   .tile dd { font-size: 22px; }
-  .cards { grid-template-columns: minmax(0, 1fr); gap: 12px; margin-top: 12px; }
+  .cards { gap: 12px; margin-top: 12px; }
   .card { padding: 17px 15px 15px; }
-  .wide { display: none; }
-  .narrow { display: block; }
   .tile:last-child:nth-child(odd) { grid-column: 1 / -1; }
   .heatmap, .heatmap.dense, .heatmap thead th { font-size: 10px; }
   .heatmap { border-spacing: 1px; }
@@ -108,6 +111,10 @@ a { color: var(--accent); }
   .heatmap th:first-child { max-width: 96px; padding-right: 5px; }
   .heatmap.numbered tbody th span { display: none; }
   .heatmap.numbered th b { min-width: 0; }
+}
+@media (max-width: 560px) {
+  .middle { display: none; }
+  .narrow { display: block; }
 }
 @media print {
   :root { --bg: #ffffff; --rule: #cccccc; }
@@ -143,8 +150,9 @@ def cards(parts: Sequence[str]) -> str:
 
 
 def chart(draw: Callable[[int], str], *, full: bool = False) -> str:
-    """Return a chart drawn for two widths, so that its type is as large on a phone as elsewhere."""
-    return f'<div class="wide">{draw(980 if full else 464)}</div><div class="narrow">{draw(330)}</div>'
+    """Return a chart drawn for three widths of page, so that its type stays of one size on all of them."""
+    widths = {"wide": 980 if full else 464, "middle": 640, "narrow": 330}
+    return "".join(f'<div class="{name}">{draw(width)}</div>' for name, width in widths.items())
 
 
 def page(title: str, over: str, heading: str, lead: str, body: str) -> str:
