@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from fot.benchmarks import BENCHMARKS, Partition, build
-from fot.benchmarks.datasets import Dataset, digits
+from fot.benchmarks.dataset import Dataset
+from fot.benchmarks.datasets import digits
 from fot.benchmarks.stream import class_split, permuted, sequence
 from fot.errors import UserError
 

@@ -7,8 +7,10 @@ file ends in one `UserError` that names the file.
 from __future__ import annotations
 
 import gzip
+import lzma
 import math
 import struct
+import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +26,10 @@ LARGEST = 1 << 32  # bytes; no set of this package comes near, and a lying heade
 PICTURE_SUFFIXES = frozenset(
     {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"}
 )
+_FAILURES = (  # what numpy, gzip, zipfile and the readers below raise on a damaged file
+    *(OSError, EOFError, ValueError, KeyError, IndexError, TypeError, OverflowError, SyntaxError),
+    *(RuntimeError, MemoryError, struct.error, zlib.error, lzma.LZMAError, zipfile.BadZipFile),
+)
 
 
 @contextmanager
@@ -35,9 +41,7 @@ def reading(path: Path) -> Iterator[None]:
         raise
     except FileNotFoundError:
         raise UserError(f"{path} is missing: put it there, or fetch the set again") from None
-    except (OSError, EOFError, ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
-        raise broken(path, str(error)) from None
-    except (struct.error, zlib.error, MemoryError, RecursionError) as error:
+    except _FAILURES as error:
         raise broken(path, str(error) or type(error).__name__) from None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -142,12 +141,8 @@ def read_classes(
 
 
 def _npz(path: Path) -> Dataset:
-    with reading(path):
-        try:
-            with np.load(path, allow_pickle=False) as stored:
-                arrays = {part: stored[part] for part in (*_NAMES, "train_owner") if part in stored.files}
-        except zipfile.BadZipFile as error:
-            raise broken(path, str(error)) from None
+    with reading(path), np.load(path, allow_pickle=False) as stored:
+        arrays = {part: stored[part] for part in (*_NAMES, "train_owner") if part in stored.files}
     return from_arrays(path.stem, arrays)
 
 
