@@ -28,10 +28,10 @@ h3 { margin: 0 0 6px; font-size: 13px; font-weight: 600; color: var(--soft); }
 .lead { margin: 14px 0 0; color: var(--soft); max-width: 54em; }
 .soft, .note { color: var(--soft); }
 .note { margin: 2px 0 18px; font-size: 14px; max-width: 52em; text-wrap: pretty; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(132px, 1fr)); gap: 1px;
+.tiles { display: flex; flex-wrap: wrap; gap: 1px;
   margin: 34px 0 0; background: var(--rule);
   border: 1px solid var(--rule); border-radius: 12px; overflow: hidden; }
-.tile { background: var(--card); padding: 16px 12px 14px 17px; }
+.tile { flex: 1 1 136px; background: var(--card); padding: 16px 12px 14px 17px; }
 .tile dt { font-size: 13px; color: var(--soft); }
 .tile dd { margin: 3px 0 0; font-size: 24px; line-height: 1.2; font-weight: 620; letter-spacing: -.02em;
   font-variant-numeric: tabular-nums; white-space: nowrap; }
@@ -93,18 +93,18 @@ a { color: var(--accent); }
 .links { margin: 0; padding: 0; list-style: none; columns: 3 220px; font-size: 14px; }
 .unseen { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }
 @media (max-width: 960px) {
+  .tile { flex-basis: 22%; }
   .cards { grid-template-columns: minmax(0, 1fr); }
   .wide { display: none; }
   .middle { display: block; }
 }
 @media (max-width: 720px) {
   main { padding: 32px 14px 48px; }
-  .tiles { grid-template-columns: repeat(2, minmax(0, 1fr)); margin-top: 26px; }
-  .tile { padding: 13px 14px 11px; }
+  .tiles { margin-top: 26px; }
+  .tile { flex-basis: 40%; padding: 13px 14px 11px; }
   .tile dd { font-size: 22px; }
   .cards { gap: 12px; margin-top: 12px; }
   .card { padding: 17px 15px 15px; }
-  .tile:last-child:nth-child(odd) { grid-column: 1 / -1; }
   .heatmap, .heatmap.dense, .heatmap thead th { font-size: 10px; }
   .heatmap { border-spacing: 1px; }
   .heatmap td, .heatmap.dense td { padding: 6px 1px; min-width: 0; border-radius: 3px; }

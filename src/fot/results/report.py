@@ -147,11 +147,8 @@ def _measured(
             x = float(end if event["round"] is None else start + event["round"] + 1)
             for name, value in event["accuracies"].items():
                 i = int(name)
-                if value is None or i > event["task"]:  # a task not yet trained has no line
-                    continue
-                if points[i] and points[i][-1][0] == x:  # the last round and the task's end are one moment
-                    points[i].pop()
-                points[i].append((x, value))
+                if value is not None and i <= event["task"]:  # a task not yet trained has no line
+                    points[i].append((x, value))
     return (points if any(points.values()) else {}), bands
 
 
