@@ -50,7 +50,7 @@ def run(
     """Run one method on one recipe."""
     from fot.federation.experiment import resolve
     from fot.federation.launch import default_path
-    from fot.results.table import headline, run_table
+    from fot.results.table import run_table
 
     experiment = resolve(
         recipe, method=method, partition=partition, seed=seed, engine=engine, device=device, sets=sets or ()
@@ -59,7 +59,6 @@ def run(
     summary = _run(experiment, path, "")
     console.print()
     console.print(run_table(summary))
-    console.print(headline(summary))
     console.print(f"report: {path / 'report.html'}", soft_wrap=True)
 
 
@@ -198,3 +197,7 @@ def _table(title: str, rows: dict[str, str]) -> None:
 
 def _first_line(documented: Any) -> str:
     return (documented.__doc__ or "").strip().split("\n", 1)[0]
+
+
+if __name__ == "__main__":
+    main()

@@ -7,7 +7,9 @@ Engines and methods never write into a module: they hold its parameters and buff
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -84,3 +86,10 @@ class Network:
     def carried(self) -> list[str]:
         """The buffers that training moves and clients send with their update: running statistics."""
         return [name for name, buffer in self.module.named_buffers() if buffer.is_floating_point()]
+
+
+def save_tree(tree: Tree, path: Path) -> None:
+    """Write a tree as a safetensors file, whole or not at all."""
+    part = path.with_name(path.name + ".part")
+    safetensors.torch.save_file({name: tensor.contiguous().cpu() for name, tensor in tree.items()}, part)
+    part.replace(path)

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 
-from fot.aggregation import Aggregation, make_aggregation
+from fot.aggregation import Aggregation, Privacy, make_aggregation
 from fot.benchmarks.catalogue import BENCHMARKS, Benchmark, Option, build
 from fot.benchmarks.stream import Stream
 from fot.engines.base import Training
@@ -40,10 +40,13 @@ Table = dict[str, Any]
 class EngineOptions:
     """Where clients compute, and how exactly."""
 
-    kind: Literal["sequential"] = "sequential"
+    kind: Literal["vectorized", "sequential"] = "vectorized"
+    """``vectorized`` trains a whole cohort at once, ``sequential`` one client after another."""
     device: str = "auto"
     """``auto`` is the first GPU, or the CPU where there is none."""
     precision: Literal["float32", "float64", "tf32", "bfloat16"] = "float32"
+    threads: Annotated[int, Between(0)] = 0
+    """CPU threads of one operation; 0 for torch's own choice. Small networks are faster with 1."""
 
     def resolved_device(self) -> torch.device:
         """The device that ``device`` names, which must be there."""
@@ -85,12 +88,14 @@ class Experiment:
     training: Training = field(default_factory=Training)
     engine: EngineOptions = field(default_factory=EngineOptions)
     evaluation: Evaluation = field(default_factory=Evaluation)
+    dp: Privacy | None = None
+    """Differential privacy of the sums; none without a table ``[dp]``."""
     seed: int = 0
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> Experiment:
         """Check every key of a table without ``methods`` and ``when``, and fill in the defaults."""
-        tables = ("benchmark", "model", "method", "aggregation", "training", "engine", "evaluation")
+        tables = ("benchmark", "model", "method", "aggregation", "training", "engine", "evaluation", "dp")
         for name in table:
             if name != "seed" and name not in tables:
                 close = difflib.get_close_matches(name, [*tables, "seed"], n=1)
@@ -103,10 +108,11 @@ class Experiment:
             benchmark=_named("benchmark", part["benchmark"], benchmark_builder),
             model=_named("model", part["model"], model_builder),
             method=_named("method", part["method"], method_class),
-            aggregation=_filled(_aggregation, part["aggregation"], "aggregation"),
+            aggregation=_filled(make_aggregation, {"kind": "plain"} | part["aggregation"], "aggregation"),
             training=Training(**checked(Training, part["training"], "training")),
             engine=EngineOptions(**checked(EngineOptions, part["engine"], "engine")),
             evaluation=Evaluation(**checked(Evaluation, part["evaluation"], "evaluation")),
+            dp=Privacy(**checked(Privacy, part["dp"], "dp")) if "dp" in table else None,
             seed=convert(table.get("seed", 0), Annotated[int, Between(0)], "seed"),
         )
 
@@ -139,7 +145,7 @@ class Experiment:
 
     def make_aggregation(self) -> Aggregation:
         """How sums are formed."""
-        return make_aggregation(**self.aggregation, seed=self.seed)
+        return make_aggregation(**self.aggregation, seed=self.seed, privacy=self.dp)
 
 
 def recipes() -> dict[str, Path]:
@@ -170,7 +176,8 @@ def resolve(
     per_method, when = table.pop("methods", {}), table.pop("when", {})
     kind = _look(changes, "benchmark", "partition") or _look(table, "benchmark", "partition") or "iid"
     _merge(table, copy.deepcopy(when.get(kind, {})))
-    _merge(per_method, table.pop("methods", {}))
+    for more in (table.pop("methods", {}), changes.pop("methods", {})):
+        _merge(per_method, more)
     name = _look(changes, "method", "name") or _look(table, "method", "name")
     if name != _look(table, "method", "name"):
         table["method"] = {}  # the options written there are another method's
@@ -241,14 +248,12 @@ def _named(section: str, table: Table, find: Callable[[str], Callable[..., Any]]
 
 
 def _filled(target: Callable[..., Any], table: Table, section: str) -> Table:
-    return defaults(target, given=["seed"]) | checked(target, table, section, given=["seed"])
+    given = ["seed", "privacy", "dropouts", "entropy"]  # what the code fills in, and a recipe may not
+    return defaults(target, given=given) | checked(target, table, section, given=given)
 
 
 def _options(table: Table) -> Table:
     return {name: value for name, value in table.items() if name != "name"}
-
-
-def _aggregation(kind: Literal["plain", "encoded", "secure"] = "plain") -> None: ...
 
 
 def _read(recipe: str | Path) -> Table:

@@ -6,11 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
-
 from fot.errors import UserError
 from fot.federation.experiment import Experiment
 from fot.federation.run import Run
+from fot.network import save_tree
 from fot.results import RunFolder, write_report
 
 Observer = Callable[..., None]
@@ -35,9 +34,8 @@ def launch(experiment: Experiment, path: Path, observer: Observer) -> dict[str, 
 
     run.tell = tell
     summary = run()
-    for file, tree in ((folder.model, run.state.server.params), (folder.memory, run.state.server.state)):
-        if tree:
-            _save(tree, file)
+    save_tree(run.state.server.params, folder.model)
+    run.method.save_memory(run.network, run.state.server, folder.memory)
     folder.write_summary(summary)
     write_report(path)
     return folder.read_summary()
@@ -64,9 +62,3 @@ def default_path(root: Path, experiment: Experiment) -> Path:
         if not RunFolder(path).finished or finished(experiment, path):
             return path
         number += 1
-
-
-def _save(tree: dict[str, Any], path: Path) -> None:
-    temporary = path.with_name(path.name + ".part")
-    safetensors.torch.save_file({name: tensor.contiguous().cpu() for name, tensor in tree.items()}, temporary)
-    temporary.replace(path)

@@ -20,6 +20,7 @@ from fot.aggregation import Aggregation, Sums
 from fot.benchmarks.stream import Stream, Task
 from fot.engines.base import Engine, RoundKeys, RoundOutcome
 from fot.engines.sequential import LOSS, SequentialEngine
+from fot.engines.vectorized import VectorizedEngine
 from fot.errors import UserError
 from fot.federation.experiment import Experiment
 from fot.methods.base import Method, Server
@@ -86,7 +87,10 @@ class Run:
                 f"{experiment.benchmark['name']} has {'a head for each task' if self.stream.multi_head else 'one head'}"
                 f" and model {experiment.model['name']} does not: set model.multi_head or choose another model"
             )
-        self.engine: Engine = SequentialEngine(self.network, self.method, experiment.training)
+        if options.threads:
+            torch.set_num_threads(options.threads)
+        engine = VectorizedEngine if options.kind == "vectorized" else SequentialEngine
+        self.engine: Engine = engine(self.network, self.method, experiment.training)
         self.state = State(Server(self.network.tree(), {}))
         self._initial = dict(self.state.server.params)
         self._tests: list[tuple[Tensor, Tensor]] = []

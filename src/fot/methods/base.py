@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 from torch.nn import functional
 
-from fot.network import Network, Tree
+from fot.network import Network, Tree, save_tree
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,11 @@ class Method:
     def dimensions(self, network: Network) -> dict[str, int]:
         """The protected layers and the dimension of their inputs."""
         return {}
+
+    def save_memory(self, network: Network, server: Server, path: Path) -> None:
+        """Write what the method keeps, for the run folder's ``memory.safetensors``."""
+        if server.state:
+            save_tree(server.state, path)
 
     @property
     def extracts(self) -> bool:

@@ -11,6 +11,7 @@ basis O of the inputs that old tasks gave it, and removes from every mean update
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fot.layers import Layer, find_layers
@@ -109,6 +110,10 @@ class FOT(Method):
     def dimensions(self, network: Network) -> dict[str, int]:
         """The inputs' dimension d of each protected layer (summed over groups)."""
         return {layer.name: layer.groups * layer.dimension for layer in self._layers(network)}
+
+    def save_memory(self, network: Network, server: Server, path: Path) -> None:
+        """A file that ``SubspaceMemory.load`` reads."""
+        self._memory(network, server).save(path)
 
     def _layers(self, network: Network) -> tuple[Layer, ...]:
         return find_layers(network.module, self.protect, bias=self.bias).layers
