@@ -173,6 +173,30 @@ def test_a_full_layer_is_frozen_exactly_and_says_so() -> None:
     assert growth[""].added == 0 and growth[""].covered == 100
 
 
+def test_a_full_layer_is_not_sketched_and_leaves_the_draws_of_the_others() -> None:
+    model, memory = grown()
+    x = torch.randn(6, 4, 4, 4)
+    frozen = memory.freeze("0")
+    arrays, usual = extract(frozen, model, x), extract(memory, model, x)
+    assert set(arrays) == {"3/sketch", "3/residual", "3/energy", "3/ratio", "samples"}
+    assert all(torch.equal(arrays[name], usual[name]) for name in arrays)
+    assert frozen.expand(arrays, threshold=0.99)[1]["0"].added == 0
+
+
+def test_a_layer_with_one_full_group_is_still_trained_in_the_other() -> None:
+    model = nn.Conv1d(4, 4, 1, groups=2)
+    memory = SubspaceMemory.empty(find_layers(model).layers)
+    x = torch.randn(1, 4, 9)
+    x[:, 3] = x[:, 2]
+    memory, growth = memory.expand(extract(memory, model, x), threshold=1.0)
+    assert growth[""].rank == 3 and not growth[""].frozen and memory.frozen() == ()
+    projected = memory.project({"weight": torch.ones(4, 2, 1) * torch.tensor([[1.0], [0.0]])})["weight"][
+        ..., 0
+    ]
+    torch.testing.assert_close(projected, torch.tensor([[0.0, 0], [0, 0], [0.5, -0.5], [0.5, -0.5]]))
+    assert "/sketch" in extract(memory, model, x)
+
+
 def test_freezing_a_layer() -> None:
     _, memory = grown()
     frozen = memory.freeze("0")

@@ -13,6 +13,11 @@ def ranks(basis: Tensor) -> Tensor:
     return (basis != 0).any(dim=1).sum(dim=-1)
 
 
+def is_full(basis: Tensor) -> bool:
+    """Whether every group of a basis [g, d, r] spans its whole input space."""
+    return basis.shape[-1] == basis.shape[-2] and bool((basis != 0).any(dim=1).all())
+
+
 def sampled_gram(gram: Tensor, size: int, key: int) -> Tensor:
     """A Aᵀ of a sketch with the law of X* G, drawn from M = X* X*ᵀ alone.
 

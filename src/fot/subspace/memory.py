@@ -16,7 +16,7 @@ from torch import Tensor
 from fot.errors import UserError
 from fot.layers import Layer
 from fot.randomness import fold
-from fot.subspace.extraction import append, chosen_rank, principal_directions, ranks, sampled_gram
+from fot.subspace.extraction import append, chosen_rank, is_full, principal_directions, ranks, sampled_gram
 from fot.subspace.sketch import Size, sample_size
 
 FORMAT = 1
@@ -112,7 +112,7 @@ class SubspaceMemory:
         Parameters
         ----------
         sums : mapping
-            The summed arrays.
+            The summed arrays; a full layer needs none.
         threshold : float
             th, the share (0-1) of the energy that is to be protected.
         rule : {"energy", "authors"}
@@ -133,6 +133,9 @@ class SubspaceMemory:
         for position, layer in enumerate(self.layers):
             basis = self.bases[layer.name]
             g, d = layer.groups, layer.dimension
+            if is_full(basis):
+                bases[layer.name], growth[layer.name] = basis, Growth(g * d, g * d, 0, 100.0)
+                continue
             residual, energy, ratio = (
                 _array(sums, f"{layer.name}/{what}", (g,)) for what in ("residual", "energy", "ratio")
             )

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fot.errors import UserError
 from fot.layers import Layer, recorded_inputs
 from fot.randomness import fold, generator
+from fot.subspace.extraction import is_full
 
 Size = int | str | Mapping[str, int | str]
 """A sampling dimension s: a number (400), a multiple of d ("d", "5d", "0.5d"), or one of these by layer,
@@ -62,7 +63,8 @@ class Sketch:
     ----------
     layers : sequence of Layer
     bases : mapping
-        The protected bases O [g, d, r] by layer name; a layer that is missing has none yet.
+        The protected bases O [g, d, r] by layer name; a layer that is missing has none yet, and one that is
+        full is left out, since nothing of it is new.
     size : Size
         The sampling dimension s, a number or a multiple of d, the same or by layer.
     key : int
@@ -92,14 +94,18 @@ class Sketch:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.layers = tuple(layers)
+        self.layers = tuple(
+            layer for layer in layers if layer.name not in bases or not is_full(bases[layer.name])
+        )
         self.exact = exact
         self.dtype = torch.promote_types(dtype, torch.float32)
         self._bases = {name: basis.to(device, self.dtype) for name, basis in bases.items() if basis.shape[-1]}
         self._sums: dict[str, Tensor] = {}
         self._energies: dict[str, Tensor] = {}  # [2, g]: of X* and of X
         self._rows: dict[str, _GaussianRows] = {}
-        for position, layer in enumerate(self.layers):
+        for position, layer in enumerate(layers):
+            if layer not in self.layers:
+                continue
             g, d = layer.groups, layer.dimension
             s = d if exact else sample_size(layer, size)
             self._sums[layer.name] = torch.zeros(g, d, s, dtype=self.dtype, device=device)
@@ -111,7 +117,7 @@ class Sketch:
     def update(self, layer: Layer, x: Tensor) -> None:
         """Take in what `layer` receives: an input of its module, of any number of samples."""
         x = layer.batched(x)
-        if not x.numel():
+        if layer not in self.layers or not x.numel():
             return
         a = self._sums[layer.name]
         wide = x[0].numel() * prod(layer.shape[2:])  # of the columns of one sample, at stride 1
