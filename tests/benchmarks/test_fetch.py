@@ -1,0 +1,341 @@
+"""Fetching, against a server on this machine that breaks off, lies and redirects."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import re
+import struct
+import tarfile
+import threading
+import zipfile
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from fot.benchmarks import fetch as fetching
+from fot.benchmarks.datasets import load
+from fot.benchmarks.fetch import check, download, fetch, unpack
+from fot.benchmarks.sources import SOURCES, File, Source
+from fot.errors import UserError
+
+CONTENT = bytes(range(256)) * 4000  # a megabyte: larger than one chunk
+
+
+class Server(BaseHTTPRequestHandler):
+    """The first part of the path says how it behaves; /breaks ends its first answers too early."""
+
+    asked: ClassVar[Counter[str]] = Counter()
+    ranges: ClassVar[list[str | None]] = []
+
+    def do_GET(self) -> None:
+        place = self.path.rsplit("/", 1)[0]
+        Server.asked[place] += 1
+        Server.ranges.append(self.headers.get("Range"))
+        content = SERVED.get(self.path, CONTENT)
+        if place == "/moved":
+            self.send_response(302)
+            self.send_header("Location", self.path.replace("/moved", "/whole"))
+            self.end_headers()
+            return
+        if place == "/to-a-file":
+            self.send_response(302)
+            self.send_header("Location", "file:///etc/hostname")
+            self.end_headers()
+            return
+        if place == "/gone":
+            self.send_error(404)
+            return
+        if place == "/wrong":
+            content = content[::-1]
+        if place == "/longer":
+            content += b"more"
+        match = re.match(r"bytes=(\d+)-$", self.headers.get("Range") or "")
+        start = int(match[1]) if match and "no-ranges" not in place else 0
+        if start >= len(content):
+            self.send_error(416)
+            return
+        self.send_response(206 if start else 200)
+        if start:
+            claimed = start + 7 if place == "/elsewhere" else start
+            self.send_header("Content-Range", f"bytes {claimed}-{len(content) - 1}/{len(content)}")
+        if place != "/endless":
+            self.send_header("Content-Length", str(len(content) - start))
+        self.end_headers()
+        try:
+            if place == "/endless":
+                for _ in range(10):
+                    self.wfile.write(content)
+            elif place.startswith("/breaks") and Server.asked[place] < 3:
+                self.wfile.write(content[start : start + 400_000])
+            elif place == "/never":
+                self.wfile.write(content[start : start + 10])
+            else:
+                self.wfile.write(content[start:])
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # the client had enough
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+SERVED: dict[str, bytes] = {}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as httpd:
+        thread = threading.Thread(target=httpd.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{httpd.server_port}"
+        httpd.shutdown()
+        thread.join()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(fetching, "PAUSE", 0.0)
+    for proxy in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(proxy, raising=False)
+    monkeypatch.delenv("FOT_DATA", raising=False)
+    Server.asked.clear()
+    Server.ranges.clear()
+    SERVED.clear()
+
+
+def published(
+    server: str, *places: str, content: bytes = CONTENT, name: str = "f.bin", kind: str = "sha256"
+) -> File:
+    digest = hashlib.new(kind, content).hexdigest()
+    return File(tuple(f"{server}/{place}/{name}" for place in places), f"{kind}:{digest}", len(content))
+
+
+@pytest.mark.parametrize("kind", ["sha256", "md5"])
+@pytest.mark.parametrize("place", ["whole", "moved", "breaks", "breaks-no-ranges"])
+def test_the_file_arrives_whole(server, tmp_path, place, kind):
+    seen = []
+    file = published(server, place, kind=kind)
+    download(file, tmp_path / "f.bin", lambda name, had, total: seen.append((name, had, total)))
+    assert (tmp_path / "f.bin").read_bytes() == CONTENT and [p.name for p in tmp_path.iterdir()] == ["f.bin"]
+    assert seen[-1] == ("f.bin", len(CONTENT), len(CONTENT))
+
+
+def test_what_broke_off_is_taken_up_again(server, tmp_path):
+    download(published(server, "breaks"), tmp_path / "f.bin")
+    assert Server.ranges == [None, "bytes=400000-", "bytes=800000-"]
+
+
+def test_another_run_takes_up_what_an_earlier_one_left(server, tmp_path):
+    (tmp_path / "f.bin.part").write_bytes(CONTENT[:1000])
+    download(published(server, "whole"), tmp_path / "f.bin")
+    assert Server.ranges == ["bytes=1000-"] and (tmp_path / "f.bin").read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("left", [b"rubbish", CONTENT[::-1], CONTENT + b"more"])
+def test_rubbish_left_over_is_thrown_away(server, tmp_path, left):
+    (tmp_path / "f.bin.part").write_bytes(left)
+    download(published(server, "whole"), tmp_path / "f.bin")
+    assert (tmp_path / "f.bin").read_bytes() == CONTENT
+
+
+def test_a_server_that_continues_at_another_place(server, tmp_path):
+    (tmp_path / "f.bin.part").write_bytes(CONTENT[:1000])
+    download(published(server, "elsewhere"), tmp_path / "f.bin")
+    assert (tmp_path / "f.bin").read_bytes() == CONTENT and Server.ranges == ["bytes=1000-", None]
+
+
+@pytest.mark.parametrize(
+    "place, words",
+    [
+        ("wrong", "not the published file"),
+        ("longer", "1024004 bytes where the published file has 1024000"),
+        ("endless", "more than the published file"),
+        ("gone", "404"),
+        ("never", "broke off"),
+        ("to-a-file", "not allowed"),
+    ],
+)
+def test_nothing_is_left_where_it_fails(server, tmp_path, place, words):
+    with pytest.raises(UserError, match=words) as raised:
+        download(published(server, place), tmp_path / "f.bin")
+    assert "\n" not in str(raised.value) and "by hand" in str(raised.value)
+    assert not (tmp_path / "f.bin").exists()
+    assert Server.asked[f"/{place}"] == (fetching.ATTEMPTS if place == "never" else 1)
+
+
+@pytest.mark.parametrize("first", ["wrong", "gone", "never", "longer"])
+def test_the_mirror_steps_in(server, tmp_path, first):
+    download(published(server, first, "whole"), tmp_path / "f.bin")
+    assert (tmp_path / "f.bin").read_bytes() == CONTENT
+
+
+def test_no_network_at_all(tmp_path):
+    with pytest.raises(UserError, match="cannot be fetched"):
+        download(File(("http://127.0.0.1:1/f.bin",), "md5:0", 10), tmp_path / "f.bin")
+
+
+def idx_files(n: int = 10) -> dict[str, bytes]:
+    out = {}
+    for split in ("train", "t10k"):
+        for name, array in (
+            (f"{split}-images-idx3-ubyte.gz", np.zeros((n, 28, 28), np.uint8)),
+            (f"{split}-labels-idx1-ubyte.gz", (np.arange(n) % 10).astype(np.uint8)),
+        ):
+            head = struct.pack(">HBB", 0, 8, array.ndim) + struct.pack(f">{array.ndim}I", *array.shape)
+            out[name] = gzip.compress(head + array.tobytes(), mtime=0)
+    return out
+
+
+def tar_of(members: dict[str, bytes]) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w:gz") as tar:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return out.getvalue()
+
+
+def zip_of(members: dict[str, bytes]) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as packed:
+        for name, content in members.items():
+            packed.writestr(name, content)
+    return out.getvalue()
+
+
+def test_a_set_is_fetched_checked_and_then_left_alone(server, tmp_path, monkeypatch):
+    files = idx_files()
+    SERVED.update({f"/whole/{name}": content for name, content in files.items()})
+    source = Source(tuple(published(server, "whole", content=c, name=n) for n, c in files.items()))
+    monkeypatch.setitem(SOURCES, "mnist", source)
+    assert fetch("mnist", tmp_path) == tmp_path / "mnist"
+    assert len(load("mnist", tmp_path).train_y) == 10
+    lines = check("mnist", tmp_path)
+    assert sum("the publisher's (sha256)" in line for line in lines) == 4
+    assert "10 + 10 samples of (1, 28, 28), 10 classes of 1 to 1" in lines[-2]
+    asked = sum(Server.asked.values())
+    fetch("mnist", tmp_path)
+    assert sum(Server.asked.values()) == asked
+    (tmp_path / "mnist/t10k-labels-idx1-ubyte.gz").write_bytes(files["train-labels-idx1-ubyte.gz"] + b"\0")
+    assert any("NOT the publisher's" in line for line in check("mnist", tmp_path))
+
+
+BATCH = np.concatenate([np.arange(10)[:, None], np.zeros((10, 3072))], 1).astype(np.uint8).tobytes()
+CIFAR = {
+    f"cifar-10-batches-bin/{n}.bin": BATCH for n in [*(f"data_batch_{k}" for k in range(1, 6)), "test_batch"]
+}
+
+
+def test_an_archive_is_fetched_and_unpacked_and_another_serves_as_well(server, tmp_path, monkeypatch):
+    archive = zip_of(CIFAR)
+    SERVED["/whole/other.zip"] = archive
+    source = Source(
+        (published(server, "gone", name="first.tar.gz"),),
+        (published(server, "whole", content=archive, name="other.zip"),),
+    )
+    monkeypatch.setitem(SOURCES, "cifar10", source)
+    assert fetch("cifar10", tmp_path) == tmp_path / "cifar10" / "cifar-10-batches-bin"
+    assert len(load("cifar10", tmp_path).train_y) == 50
+
+
+def test_an_archive_put_there_by_hand_needs_no_network(tmp_path, monkeypatch):
+    archive = tar_of(CIFAR)
+    monkeypatch.setitem(
+        SOURCES, "cifar10", Source((published("http://127.0.0.1:1", "", content=archive, name="c.tar.gz"),))
+    )
+    (tmp_path / "cifar10").mkdir()
+    (tmp_path / "cifar10" / "c.tar.gz").write_bytes(archive)
+    fetch("cifar10", tmp_path)
+    assert len(load("cifar10", tmp_path).train_y) == 50
+
+
+def test_sets_that_cannot_be_fetched(tmp_path):
+    with pytest.raises(UserError, match=r"cannot be fetched .* put a folder a class"):
+        fetch("miniimagenet", tmp_path)
+    with pytest.raises(UserError, match="choose one of"):
+        fetch("imagenet", tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="choose another --data-dir"):
+        fetch("mnist", tmp_path / "file")
+
+
+def link(kind: bytes) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w:gz") as tar:
+        info = tarfile.TarInfo("inside")
+        info.type, info.linkname = kind, "/etc"
+        tar.addfile(info)
+        payload = tarfile.TarInfo("inside/passwd")
+        payload.size = 2
+        tar.addfile(payload, io.BytesIO(b"no"))
+    return out.getvalue()
+
+
+def zipped_link() -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as packed:
+        info = zipfile.ZipInfo("inside")
+        info.external_attr = 0o120777 << 16
+        packed.writestr(info, "/etc")
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    "name, content, words",
+    [
+        ("a.tar.gz", tar_of({"good": b"1", "../out": b"2"}), "outside its folder"),
+        ("a.tar.gz", tar_of({"/tmp/out": b"2"}), "outside its folder"),
+        ("a.tar.gz", tar_of({"x/../../out": b"2"}), "outside its folder"),
+        ("a.tar.gz", link(tarfile.SYMTYPE), "link or a device"),
+        ("a.tar.gz", link(tarfile.LNKTYPE), "link or a device"),
+        ("a.tar.gz", link(tarfile.FIFOTYPE), "link or a device"),
+        ("a.tar.gz", tar_of({"good": CONTENT})[:-200], "cannot be read"),
+        ("a.tar.gz", b"", "cannot be read"),
+        ("a.tar.gz", tar_of({"same": b"1", "same/below": b"2"}), "cannot be read"),
+        ("a.zip", zip_of({"good": b"1", "../out": b"2"}), "outside its folder"),
+        ("a.zip", zip_of({"/out": b"2"}), "outside its folder"),
+        ("a.zip", zip_of({"c:out": b"2"}), "outside its folder"),
+        ("a.zip", zipped_link(), "link or a device"),
+        ("a.zip", zip_of({"good": CONTENT})[:-50], "cannot be read"),
+        ("a.zip", zip_of({"good": CONTENT}).replace(CONTENT[:99], b"\1" * 99, 1), "cannot be read"),
+    ],
+)
+def test_malicious_and_broken_archives_write_nothing(tmp_path, name, content, words):
+    folder = tmp_path / "deep" / "data"
+    folder.mkdir(parents=True)
+    (folder / name).write_bytes(content)
+    with pytest.raises(UserError, match=words) as raised:
+        unpack(folder / name, folder)
+    assert "\n" not in str(raised.value)
+    assert [p for p in tmp_path.rglob("*") if p.is_file()] == [folder / name]
+    assert list(folder.iterdir()) == [folder / name]
+
+
+def test_an_archive_that_would_fill_the_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(fetching, "LARGEST", 1000)
+    (tmp_path / "a.zip").write_bytes(zip_of({"a": b"x" * 900, "b": b"y" * 900}))
+    with pytest.raises(UserError, match="more than 1000 bytes"):
+        unpack(tmp_path / "a.zip", tmp_path)
+
+
+def test_unpacking_replaces_what_was_half_there(tmp_path):
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "old").touch()
+    (tmp_path / "a.tar.gz").write_bytes(tar_of({"set/new": b"1"}))
+    unpack(tmp_path / "a.tar.gz", tmp_path)
+    assert [p.name for p in (tmp_path / "set").iterdir()] == ["new"]
+
+
+def test_the_sources_are_well_formed():
+    for name, source in SOURCES.items():
+        for file in (*source.files, *source.otherwise):
+            kind, digest = file.digest.split(":")
+            assert re.fullmatch(r"[0-9a-f]+", digest) and len(digest) == {"sha256": 64, "md5": 32}[kind], name
+            assert all(
+                url.startswith(("https://", "http://")) and url.endswith("/" + file.name) for url in file.urls
+            )
