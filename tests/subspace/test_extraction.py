@@ -46,6 +46,12 @@ def test_the_rules_are_their_words(spectrum: list[float], rho: float, w: float, 
         assert chosen_rank(s2, *tensors, threshold, "authors", 1e-7).item() == max(1, authors)
 
 
+@pytest.mark.parametrize(("rule", "rank"), [("energy", 2), ("authors", 3)])
+def test_a_tie_is_enough_for_the_energy_rule_and_not_for_the_authors(rule: str, rank: int) -> None:
+    s2, one = torch.tensor([[5.0, 2, 1]]).double(), torch.ones(1).double()
+    assert chosen_rank(s2, one, one, one, 0.875, rule, 1e-7).item() == rank
+
+
 def test_each_group_has_a_rank_of_its_own() -> None:
     s2 = torch.tensor([[8.0, 1, 1, 0], [3, 3, 2, 2], [0, 0, 0, 0]]).double()
     ones = torch.ones(3).double()

@@ -89,6 +89,16 @@ def test_the_same_key_gives_the_same_bytes_and_another_does_not() -> None:
     assert torch.equal(one["0/energy"], other["0/energy"])
 
 
+def test_layers_and_groups_draw_apart() -> None:
+    model = nn.Sequential(nn.Conv1d(4, 4, 1, groups=2), nn.Conv1d(4, 4, 1, groups=2)).double()
+    sums = Sketch(find_layers(model).layers, {}, size=5, key=1, dtype=torch.float64)
+    for layer in sums.layers:
+        sums.update(layer, torch.ones(1, 4, 1).double())
+    arrays = sums.result(samples=1)
+    draws = [arrays["0/sketch"][0, 0], arrays["0/sketch"][1, 0], arrays["1/sketch"][0, 0]]
+    assert not any(torch.allclose(a, b) for a, b in zip(draws, draws[1:] + draws[:1], strict=True))
+
+
 @pytest.mark.parametrize("split", [[60], [1, 59], [20, 20, 20], [1] * 60])
 def test_the_sum_over_clients_has_one_law_however_samples_are_spread(split: list[int]) -> None:
     """Its columns are independent N(0, X* X*ᵀ): whitened, they are standard normal numbers."""

@@ -242,10 +242,9 @@ def test_the_authors_rule_weighs_clients_by_samples_and_does_not_square() -> Non
     energy_edge = (16 + 9) / 33  # e = 8 + 25, of which the basis holds 16
     assert memory.expand(sums, threshold=energy_edge + 1e-9)[1][""].added == 2
     assert memory.expand(sums, threshold=energy_edge - 1e-9)[1][""].added == 1
-    first, _ = SubspaceMemory.empty(layers, torch.float64).expand(
-        sums, threshold=9 / 17 - 1e-9, rule="authors"
-    )
-    assert first.bases[""].shape[-1] == 1  # w = 1 for the first task, whatever the sums say
+    first = SubspaceMemory.empty(layers, torch.float64)  # w = 1 for the first task, whatever the sums say
+    assert first.expand(sums, threshold=9 / 17 - 1e-9, rule="authors")[1][""].added == 1
+    assert first.expand(sums, threshold=9 / 17 + 1e-9, rule="authors")[1][""].added == 2
 
 
 def test_repeated_constant_inputs_take_one_direction_even_at_threshold_one() -> None:
