@@ -88,7 +88,9 @@ class VectorizedEngine(SequentialEngine):
         local_params: dict[int, Tree] = {}
         for piece, state in zip(pieces, states, strict=True):
             after = self.local_cohort(server, task, piece, keys, state)
-            update = {name: t - server.params[name] if name != LOSS else t for name, t in after.items()}
+            own = {client: {n: t[row].clone() for n, t in after.items() if n != LOSS}
+                   for row, client in enumerate(piece) if keep_local}  # fmt: skip
+            update = {name: t.sub_(server.params[name]) if name != LOSS else t for name, t in after.items()}
             finite = _finite(update)
             if not all(finite):
                 kept = torch.tensor(finite, device=self.device)
@@ -97,9 +99,7 @@ class VectorizedEngine(SequentialEngine):
             excluded += [client for client in piece if client not in good]
             if good:
                 summation.add(good, update)
-            for client in good if keep_local else []:
-                own = {name: t[piece.index(client)].clone() for name, t in after.items() if name != LOSS}
-                local_params[client] = {**server.params, **own}
+            local_params |= {client: {**server.params, **own[client]} for client in good if keep_local}
         sums = summation.close() if len(excluded) < len(cohort) else None
         return RoundOutcome(sums, tuple(c for c in cohort if c in excluded), local_params)
 
@@ -212,12 +212,10 @@ def check_folding(
 
 def _finite(update: Tree) -> list[bool]:
     """Which clients sent finite numbers only. A sum shows it at once; where it does not, look closer."""
-    sums = torch.stack([stack.reshape(len(stack), -1).sum(1).to(torch.float64) for stack in update.values()])
-    finite: list[bool] = sums.isfinite().all(0).tolist()
-    for row, fine in enumerate(finite):
-        if not fine:  # or a sum overflowed
-            finite[row] = all(bool(stack[row].isfinite().all()) for stack in update.values())
-    return finite
+    clients = len(update[LOSS])
+    if bool(torch.stack([stack.sum() for stack in update.values()]).isfinite().all()):
+        return [True] * clients
+    return [all(bool(stack[row].isfinite().all()) for stack in update.values()) for row in range(clients)]
 
 
 def _double(tree: Tree) -> Tree:

@@ -93,12 +93,14 @@ class Fold(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.batch_norm:  # mixes samples even where it has no parameters
-            return self.batch_norm(*args, **kwargs)
-        if func is F.instance_norm and any(isinstance(a, Stacked) for a in args[1:3]):
-            raise CannotBatch("instance_norm with running statistics has no rule")
-        if not any(issubclass(kind, Stacked) for kind in types):
+        # Batch-norm mixes samples even where it has no parameters.
+        if Stacked not in types and func is not F.batch_norm:
             return func(*args, **kwargs)
+        with torch._C.DisableTorchFunction():  # within a rule there are only plain tensors
+            return self.rule(func, args, kwargs)
+
+    def rule(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The result of a function that meets parameters, or CannotBatch."""
         rule = _RULES.get(func)
         if rule not in (Fold.linear, Fold.convolution):
             self.use_only_by_layers(func, args, kwargs)
@@ -168,7 +170,9 @@ class Fold(TorchFunctionMode):
             self.split(x)
             operation = Linear()
             y = weight.local.apply(operation, x) if weight.local else product(operation, x, raw(weight))
-        return y if bias is None else self.elementwise(torch.add, (y, bias), {})
+        if not isinstance(bias, Stacked):
+            return y if bias is None else y + bias
+        return (y.view(self.clients, -1, y.shape[-1]) + raw(bias).unsqueeze(1)).view(y.shape)
 
     def convolution(
         self,
@@ -285,6 +289,8 @@ class Fold(TorchFunctionMode):
     ) -> Tensor:  # fmt: skip
         """Instance-norm of each sample, then each client's own scale and shift."""
         weight, bias = (None if t is None else _per_channel(t, x.dim() - 2) for t in (weight, bias))
+        if running_mean is not None or running_var is not None:
+            raise CannotBatch("instance_norm with running statistics has no rule")
         y = F.instance_norm(x, running_mean, running_var, None, None, use_input_stats, momentum, eps)
         return self._affine(y, weight, bias)
 
@@ -317,6 +323,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     F.conv1d: Fold.convolution,
     F.conv2d: Fold.convolution,
     F.conv3d: Fold.convolution,
+    F.batch_norm: Fold.batch_norm,
     F.layer_norm: Fold.layer_norm,
     F.rms_norm: Fold.rms_norm,
     F.group_norm: Fold.group_norm,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.modules.batchnorm import _NormBase
 
 from fot.dropout import keyed_dropout
@@ -29,6 +30,8 @@ class FoldedNetwork(Network):
         self.local: dict[str, LocalWeight] = {}
         self.padded: tuple[Tensor, Tensor | None] | None = None
         """The batch's samples, and which of them count."""
+        self._mode: bool | None = None
+        self._tied = len(list(self.module.parameters())) < len(list(self.module.named_parameters(remove_duplicate=False)))
 
     def __call__(self, params: Tree, x: Tensor, task: int, *, training: bool = False) -> Tensor:
         """The logits of a folded batch."""
@@ -37,8 +40,13 @@ class FoldedNetwork(Network):
             for name, tensor in params.items()
         }
         valid = self.padded[1] if self.padded and x is self.padded[0] else None
-        with Fold(self.clients, valid):
-            return super().__call__(folded, x, task, training=training)
+        if self._mode is not training:  # once a round: walking the module costs more than a small layer
+            self.module.train(training)
+            self._mode = training
+        inputs = (x, task) if self.multi_head else (x,)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast), Fold(self.clients, valid):
+            logits: Tensor = functional_call(self.module, folded, inputs, tie_weights=self._tied)
+        return logits.to(self.dtype)
 
 
 @dataclass
@@ -50,6 +58,8 @@ class LocalTraining:
     training: Training
     by_autograd: set[str] = field(default_factory=set)
     """Weights found to need their gradients: used twice, or not by a layer alone."""
+
+    _names: dict[int, tuple[list[str], list[str], list[str]]] = field(default_factory=dict)
 
     @property
     def plain(self) -> bool:
@@ -73,17 +83,15 @@ class LocalTraining:
         -------
         Tree
             What clients send, ``[C, *shape]`` each: trained parameters and running statistics after
-            training, and ``metric/loss``, the mean loss on the way.
+            training, and ``metric/loss``, the mean loss on the way. The tensors are the caller's own.
         """
-        trained, moving = self.network.trained(task), _moving(self.network.module)
+        trained, moving, sent = self.names(task)
         pace = Pace(self.training.lr, number)
         network = FoldedNetwork(self.network, clients, {*trained, *moving})
         tick = torch.zeros((), device=self.network.device, requires_grad=True)
         if self.plain:
             layers = _layer_weights(self.network.module) - self.by_autograd
-            network.local = {
-                name: LocalWeight(name, params[name], clients, pace, tick) for name in trained if name in layers
-            }
+            network.local = {n: LocalWeight(n, params[n], clients, pace, tick) for n in trained if n in layers}
         leaves = [name for name in trained if name not in network.local]
         params = dict(params)
         for name, _ in self.network.module.named_buffers():
@@ -92,7 +100,7 @@ class LocalTraining:
             stack = params[name].expand(clients, *params[name].shape)
             params[name] = stack if name in network.local else stack.clone()
         losses: list[Tensor] = []
-        taken: list[Tensor] = []
+        taken: list[Tensor | int] = []
         for step in steps:
             network.padded = (step.batch.x, step.valid)
             pace.keep = self._keep(step)
@@ -106,24 +114,35 @@ class LocalTraining:
                 old = params[name].detach()
                 new = old - self.training.lr * (direction + self.training.weight_decay * old)
                 params[name] = new if step.active is None else torch.where(_along(step.active, old), new, old)
-            losses.append(_own_losses(loss.detach(), step))
-            taken.append(losses[-1].new_ones(clients) if step.active is None else step.active.to(loss.dtype))
+            losses.append(_own_losses(loss.detach(), step, self.plain))
+            taken.append(1 if step.active is None else step.active)
         for name, local in network.local.items():
             params[name] = local.stack()
-        sent = {n: params[n] if n in network.stacked else params[n].expand(clients, *params[n].shape)
-                for n in (*trained, *self.network.carried())}  # fmt: skip
-        sent[LOSS] = torch.stack(losses).sum(0) / torch.stack(taken).sum(0)
-        return {name: tensor.detach() for name, tensor in sent.items()}
+        for name in set(sent) - network.stacked:
+            params[name] = params[name].expand(clients, *params[name].shape).clone()
+        params[LOSS] = sum(losses, torch.zeros_like(losses[0])) / sum(taken)
+        return {name: params[name].detach() for name in (*sent, LOSS)}
+
+    def names(self, task: int) -> tuple[list[str], list[str], list[str]]:
+        """What a task trains, what it moves besides (running statistics), and what clients send of all that."""
+        if task not in self._names:
+            trained = self.network.trained(task)
+            self._names = {
+                task: (trained, _moving(self.network.module), [*trained, *self.network.carried()])
+            }
+        return self._names[task]
 
     def _keep(self, step: Step) -> float | Tensor:
         decay = self.training.lr * self.training.weight_decay
         return 1 - decay * (1 if step.active is None or decay == 0 else step.active.to(self.network.dtype))
 
 
-def _own_losses(total: Tensor, step: Step) -> Tensor:
+def _own_losses(total: Tensor, step: Step, plain: bool) -> Tensor:
     """Each client's loss: its own means, and an even share of what else the method's loss holds."""
     batch: FoldedBatch = step.batch
-    own = torch.stack(batch.means).sum(0) if batch.means else total.new_zeros(batch.clients)
+    own = sum(batch.means, total.new_zeros(batch.clients))
+    if plain:
+        return own
     rest = (total - own.sum()).nan_to_num(0, 0, 0) / batch.clients
     return own + (rest if step.active is None else rest * step.active)
 

@@ -80,7 +80,9 @@ class LocalWeight:
 
     def stack(self) -> Tensor:
         """The clients' weights now, ``[C, *shape]``."""
-        return self.shared.expand(self.clients, *self.shared.shape) if self.form is None else self.form.stack()
+        if self.form is None:  # a layer that was not used
+            return self.shared.expand(self.clients, *self.shared.shape).clone()
+        return self.form.stack()
 
     def _choose(self, operation: Linear | Convolution, x: Tensor) -> _Dense | _Factored:
         if isinstance(operation, Linear):
