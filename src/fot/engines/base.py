@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Protocol
+from typing import Annotated, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from fot.aggregation import Sums, Summation
 from fot.benchmarks.stream import Task
+from fot.errors import UserError
 from fot.methods.base import Server
 from fot.network import Tree
 from fot.options import Between
@@ -39,6 +40,30 @@ class Training:
     def rounds_of(self, task: int) -> int:
         """The rounds of a task; past the end of a list, its last entry holds."""
         return self.rounds if isinstance(self.rounds, int) else self.rounds[min(task, len(self.rounds) - 1)]
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Where clients compute, and how exactly."""
+
+    kind: Literal["vectorized", "sequential"] = "vectorized"
+    """``vectorized`` trains a whole cohort at once, ``sequential`` one client after another."""
+    device: str = "auto"
+    """``auto`` is the first GPU, or the CPU where there is none."""
+    precision: Literal["float32", "float64", "tf32", "bfloat16"] = "float32"
+    threads: Annotated[int, Between(0)] = 0
+    """CPU threads of one operation; 0 for torch's own choice. Small networks are faster with 1."""
+
+    def resolved_device(self) -> torch.device:
+        """The device that ``device`` names, which must be there."""
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            device = torch.device(self.device)
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError):
+            raise UserError(f"engine.device: {self.device!r} is not to be had here; try auto or cpu") from None
+        return device
 
 
 @dataclass(frozen=True)

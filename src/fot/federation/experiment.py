@@ -25,7 +25,7 @@ import torch
 from fot.aggregation import Aggregation, Privacy, make_aggregation
 from fot.benchmarks.catalogue import BENCHMARKS, Benchmark, Option, build
 from fot.benchmarks.stream import Stream
-from fot.engines.base import Training
+from fot.engines.base import EngineOptions, Training
 from fot.errors import UserError
 from fot.methods import METHODS, Method
 from fot.models import MODELS
@@ -34,30 +34,6 @@ from fot.randomness import key
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 Table = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """Where clients compute, and how exactly."""
-
-    kind: Literal["vectorized", "sequential"] = "vectorized"
-    """``vectorized`` trains a whole cohort at once, ``sequential`` one client after another."""
-    device: str = "auto"
-    """``auto`` is the first GPU, or the CPU where there is none."""
-    precision: Literal["float32", "float64", "tf32", "bfloat16"] = "float32"
-    threads: Annotated[int, Between(0)] = 0
-    """CPU threads of one operation; 0 for torch's own choice. Small networks are faster with 1."""
-
-    def resolved_device(self) -> torch.device:
-        """The device that ``device`` names, which must be there."""
-        if self.device == "auto":
-            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        try:
-            device = torch.device(self.device)
-            torch.empty(0, device=device)
-        except (RuntimeError, AssertionError):
-            raise UserError(f"engine.device: {self.device!r} is not to be had here; try auto or cpu") from None
-        return device
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ def launch(experiment: Experiment, path: Path, observer: Observer) -> dict[str, 
         return RunFolder.open(path).read_summary()
     if RunFolder(path).finished:
         raise UserError(f"{path} holds a finished run of other settings: choose another --out")
-    run = Run(experiment)
+    run = Run.of(experiment)
     folder = RunFolder.create(path)
     folder.write_experiment(experiment.to_toml())
 

@@ -7,7 +7,7 @@ method updates the server, an event tells of it. At a task's end the same walk c
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from fot import __version__
-from fot.aggregation import Aggregation, Sums
+from fot.aggregation import Aggregation, Sums, make_aggregation
 from fot.benchmarks.stream import Stream, Task
-from fot.engines.base import Engine, RoundKeys, RoundOutcome
+from fot.engines.base import Engine, EngineOptions, RoundKeys, RoundOutcome, Training
 from fot.engines.sequential import LOSS, SequentialEngine
 from fot.engines.vectorized import VectorizedEngine
 from fot.errors import UserError
-from fot.federation.experiment import Experiment
+from fot.federation.experiment import Evaluation, Experiment
 from fot.methods.base import Method, Server
 from fot.network import Network, Tree
 from fot.randomness import key, permutation
@@ -53,47 +53,102 @@ class State:
 
 
 class Run:
-    """One experiment, from its settings to its summary.
+    """One run, from its parts to its summary.
 
     Parameters
     ----------
-    experiment
-        The settings.
+    stream
+        The tasks, one after another, and which client holds what.
+    model
+        Any module; it is copied, and the run begins at its weights.
+    method, training, aggregation, engine, evaluation, seed
+        What the tables of a recipe of these names say.
+    names
+        What the summary calls the benchmark, the method and the partition.
     observer
         Told of every event as it happens.
+
+    Examples
+    --------
+    >>> from fot.benchmarks.catalogue import build
+    >>> from fot.methods import FOT
+    >>> from fot.models import mlp
+    >>> summary = Run(build("digits", tasks=2), mlp(), FOT(threshold=0.9), training=Training(rounds=1))()
+    >>> summary["rounds"], summary["accuracy"][1][0]
+    (2, None)
     """
 
-    def __init__(self, experiment: Experiment, observer: Observer | None = None) -> None:
-        self.experiment = experiment
+    def __init__(
+        self,
+        stream: Stream,
+        model: torch.nn.Module,
+        method: Method,
+        *,
+        training: Training | None = None,
+        aggregation: Aggregation | None = None,
+        engine: EngineOptions | None = None,
+        evaluation: Evaluation | None = None,
+        seed: int = 0,
+        names: Mapping[str, str] | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        options = engine or EngineOptions()
+        self.stream = stream
+        self.method = method
+        self.training = training or Training()
+        self.aggregation = aggregation or make_aggregation("plain", seed=seed)
+        self.evaluation = evaluation or Evaluation()
+        self.seed = seed
+        self.names = {"benchmark": stream.name, "method": type(method).__name__.lower(), "partition": "own"}
+        self.names |= names or {}
         self.tell: Observer = observer or (lambda event, **fields: None)
-        self.stream: Stream = experiment.make_stream()
-        self.method: Method = experiment.make_method()
-        self.aggregation: Aggregation = experiment.make_aggregation()
-        if experiment.aggregation["kind"] == "secure" and not self.method.sums_only:
-            name = experiment.method["name"]
-            raise UserError(f"aggregation.kind: {name} needs more than sums, so it cannot run under secure sums")
-        options = experiment.engine
         self.device = options.resolved_device()
         if self.device.type == "cuda":
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = options.precision == "tf32"
+        if options.threads:
+            torch.set_num_threads(options.threads)
         self.network = Network(
-            experiment.make_model(),
+            model,
             device=self.device,
             dtype=torch.float64 if options.precision == "float64" else torch.float32,
             autocast=options.precision == "bfloat16",
         )
-        if self.stream.multi_head != self.network.multi_head:
+        if stream.multi_head and not self.network.multi_head:
             raise UserError(
-                f"{experiment.benchmark['name']} has {'a head for each task' if self.stream.multi_head else 'one head'}"
-                f" and model {experiment.model['name']} does not: set model.multi_head or choose another model"
+                f"{self.names['benchmark']} has a head for each task and the model has one for all: "
+                "set model.multi_head, or wrap the model's body with fot.models.multi_head"
             )
-        if options.threads:
-            torch.set_num_threads(options.threads)
-        engine = VectorizedEngine if options.kind == "vectorized" else SequentialEngine
-        self.engine: Engine = engine(self.network, self.method, experiment.training)
+        kind = VectorizedEngine if options.kind == "vectorized" else SequentialEngine
+        self.engine: Engine = kind(self.network, method, self.training)
         self.state = State(Server(self.network.tree(), {}))
         self._initial = dict(self.state.server.params)
         self._tests: list[tuple[Tensor, Tensor]] = []
+
+    @classmethod
+    def of(cls, experiment: Experiment, observer: Observer | None = None) -> Run:
+        """The run that an experiment describes."""
+        method = experiment.make_method()
+        names = {
+            "benchmark": experiment.benchmark["name"],
+            "method": experiment.method["name"],
+            "partition": str(experiment.benchmark.get("partition", "own")),
+        }
+        if experiment.aggregation["kind"] == "secure" and not method.sums_only:
+            raise UserError(
+                f"aggregation.kind: {names['method']} needs more than sums, so it cannot run under secure ones"
+            )
+        return cls(
+            experiment.make_stream(),
+            experiment.make_model(),
+            method,
+            training=experiment.training,
+            aggregation=experiment.make_aggregation(),
+            engine=experiment.engine,
+            evaluation=experiment.evaluation,
+            seed=experiment.seed,
+            names=names,
+            observer=observer,
+        )
 
     def __call__(self) -> dict[str, Any]:
         """Run to the end; returns the summary."""
@@ -108,7 +163,7 @@ class Run:
         return summary
 
     def _task(self, task: Task, last: bool) -> None:
-        seed, training, state = self.experiment.seed, self.experiment.training, self.state
+        seed, training, state = self.seed, self.training, self.state
         rounds = training.rounds_of(task.index)
         self.tell("task_started", task=task.index, name=task.name, classes=task.classes, rounds=rounds)
         head = self.network.add_task(task.classes, seed, task.index)
@@ -129,7 +184,7 @@ class Run:
             cohort = sorted(holders[i] for i in drawn.tolist())
             keep_local = self.method.model == "local" and not last and round == rounds - 1
             outcome = self._round(task, round, cohort, keep_local)
-            every = self.experiment.evaluation.every
+            every = self.evaluation.every
             if every and (round + 1) % every == 0 and round + 1 < rounds:
                 self._evaluate(task.index, round)
         if self.method.extracts and not last:
@@ -145,7 +200,7 @@ class Run:
             state.accuracy[i][task.index] = value
 
     def _round(self, task: Task, round: int, cohort: list[int], keep_local: bool) -> RoundOutcome:
-        state, seed, training = self.state, self.experiment.seed, self.experiment.training
+        state, seed, training = self.state, self.seed, self.training
         keys = RoundKeys(*(key(seed, purpose, task.index, round) for purpose in ("order", "dropout", "augment")))
         start = time.perf_counter()
         with self._clock("train"):
@@ -176,10 +231,10 @@ class Run:
         state = self.state
         start = time.perf_counter()
         with self._clock("extract"):
-            path = (task.index, self.experiment.training.rounds_of(task.index))
+            path = (task.index, self.training.rounds_of(task.index))
             summation = self.aggregation.open(participants, kind="statistics", path=path)
             outcome = self.engine.extract(
-                state.server, task, participants, key(self.experiment.seed, "extraction", task.index),
+                state.server, task, participants, key(self.seed, "extraction", task.index),
                 state.clients, summation, local_params=local_params,
             )  # fmt: skip
             sent = {name: state.server.params[name] for name in self.network.trained(task.index)}
@@ -188,7 +243,7 @@ class Run:
             if outcome.sums is None:
                 self.tell("warning", message=f"task {task.index + 1}: no client sent finite statistics; nothing is kept")
             else:
-                draw = key(self.experiment.seed, "consolidation", task.index)
+                draw = key(self.seed, "consolidation", task.index)
                 state.server, report = self.method.consolidate(
                     self.network, state.server, outcome.sums.arrays, task.index, draw
                 )
@@ -226,13 +281,10 @@ class Run:
         self.state.seconds[part] += time.perf_counter() - start
 
     def _described(self) -> dict[str, Any]:
-        experiment = self.experiment
         return {
             "version": __version__,
-            "benchmark": experiment.benchmark["name"],
-            "method": experiment.method["name"],
-            "partition": experiment.benchmark.get("partition", "iid"),
-            "seed": experiment.seed,
+            **self.names,
+            "seed": self.seed,
             "engine": self.engine.name,
             "device": _device_name(self.device),
         }
@@ -240,7 +292,6 @@ class Run:
     def summary(self) -> dict[str, Any]:
         """The results so far, as ``summary.json`` holds them."""
         state, single = self.state, not self.network.multi_head
-        layers = {name: dimension for name, dimension in self.method.dimensions(self.network).items()}
         return {
             **self._described(),
             "acc": metrics.average_accuracy(state.accuracy),
@@ -253,11 +304,11 @@ class Run:
             "initial": state.initial if single else None,
             "tasks": state.names,
             "clients": self.stream.num_clients,
-            "cohort": self.experiment.training.cohort,
+            "cohort": self.training.cohort,
             "rounds": state.rounds,
             "parameters": sum(p.numel() for p in self.network.module.parameters()),
             "excluded": state.excluded,
-            "layers": layers,
+            "layers": self.method.dimensions(self.network),
             "subspace": state.usage,
             "bytes_up": state.bytes_up,
             "bytes_down": state.bytes_down,
