@@ -23,7 +23,9 @@ def test_known_answers():
     assert (coding.fraction, coding.limit) == (23, 2**25 - 1)
     integers, clipped = coding.encode(torch.tensor([0.0, 1.0, -1.0, 2.0**-23, 2.0**-25, 4.0, -5.0]))
     assert integers.tolist() == [0, 2**23, -(2**23), 1, 0, 2**25 - 1, -(2**25) + 1] and clipped == 2
-    assert to_words(integers, 32).tobytes().hex() == "0000000000008000000080ff0100000000000000ffffff01010000fe"
+    assert (
+        to_words(integers, 32).tobytes().hex() == "0000000000008000000080ff0100000000000000ffffff01010000fe"
+    )
     assert pack(to_words(torch.tensor([1, -1, 5, 0]), 6), 6).hex() == "07f140"
 
 
@@ -87,8 +89,14 @@ def test_clipping_is_counted_over_all_clients():
 
 
 def test_scalars_of_updates_are_wide_and_clips_can_be_named():
-    summation = make_aggregation("encoded", seed=0, clips={"big": 100.0}).open([0, 1], kind="update", path=(0,))
-    arrays = {"samples": torch.tensor([480, 479]), "loss": torch.tensor([1e6, 0.1]), "big": torch.full((2, 1), 50.0)}
+    summation = make_aggregation("encoded", seed=0, clips={"big": 100.0}).open(
+        [0, 1], kind="update", path=(0,)
+    )
+    arrays = {
+        "samples": torch.tensor([480, 479]),
+        "loss": torch.tensor([1e6, 0.1]),
+        "big": torch.full((2, 1), 50.0),
+    }
     summation.add([0, 1], arrays)
     sums = summation.close()
     assert sums.clipped == 0
@@ -99,8 +107,10 @@ def test_scalars_of_updates_are_wide_and_clips_can_be_named():
 
 
 def test_bad_settings_are_refused():
-    with pytest.raises(UserError, match="not finite"):
-        Coding.of(bits=32, clip=1.0, clients=2).encode(torch.tensor([float("nan")]))
+    for value in ("nan", "inf", "-inf"):
+        with pytest.raises(UserError, match="not finite"):
+            Coding.of(bits=32, clip=1.0, clients=2).encode(torch.tensor([0.5, float(value), 0.1]))
+    assert Coding.of(bits=32, clip=1.0, clients=2).encode(torch.zeros(0))[0].shape == (0,)
     with pytest.raises(UserError, match="wider ring"):
         Coding.of(bits=8, clip=1.0, clients=1000)
     with pytest.raises(UserError, match="from 2 to 64"):

@@ -18,7 +18,9 @@ def test_key_agreement_is_that_of_rfc_7748():
     alice = bytes.fromhex("77076d0a7318a57d3c16c17251b26645df4c2f87ebc0992ab177fba51db92c2a")
     bob = bytes.fromhex("5dab087e624a8a4b79e17f8b83800ee66f3bb1292618b6fd1c2f8b27ff88e0eb")
     one, other = (int.from_bytes(key, "little") for key in (alice, bob))
-    assert primitives.public_key(one).hex() == "8520f0098930a754748b7ddcb43ef75a0dbf3a0d26381af4eba4a98eaa9b4e6a"
+    assert (
+        primitives.public_key(one).hex() == "8520f0098930a754748b7ddcb43ef75a0dbf3a0d26381af4eba4a98eaa9b4e6a"
+    )
     expected = "4a5d9d5ba4ce2de1728e3bf480350f25e07e21c947d19e3376f09b3c1e161742"
     assert primitives.agree(primitives.private_key(one), primitives.public_key(other)).hex() == expected
     assert primitives.agree(primitives.private_key(other), primitives.public_key(one)).hex() == expected
@@ -44,7 +46,9 @@ def test_masks_of_long_vectors_are_one_stream():
     length = 70_001  # more than two blocks
     words = [np.arange(length, dtype=np.uint32)]
     primitives.add_masks(words, [(32, length)], [b"\1" * 32, b"\2" * 32], [b"\3" * 32])
-    one, two, three = (np.frombuffer(primitives.expand(bytes([i]) * 32, 4 * length), "<u4") for i in (1, 2, 3))
+    one, two, three = (
+        np.frombuffer(primitives.expand(bytes([i]) * 32, 4 * length), "<u4") for i in (1, 2, 3)
+    )
     np.testing.assert_array_equal(words[0], np.arange(length, dtype=np.uint32) + one + two - three)
 
 

@@ -47,10 +47,13 @@ class Walk:
         state, self.inboxes = server.inboxes(state, LAYOUT)
         for u in range(clients):
             step(u, client.collect(self.states[u], self.inboxes[u]))
-        feed([
-            step(u, client.submit(self.states[u], vector(u + 1), LAYOUT))
-            for u in range(clients) if u not in vanish
-        ])
+        feed(
+            [
+                step(u, client.submit(self.states[u], vector(u + 1), LAYOUT))
+                for u in range(clients)
+                if u not in vanish
+            ]
+        )
         state, self.requests = server.survivors(state)
         self.server = state
 
@@ -211,7 +214,9 @@ def test_false_shares_of_a_dropped_client_are_noticed(seeded):
     for u, message in walk.requests.items():
         _, reply = client.unmask(walk.states[u], message)
         if u == 2:
-            place = 22 + [v for v, _ in wire.read_entries(memoryview(reply)[22:], 32).items()].index(4) * 36 + 4
+            place = (
+                22 + [v for v, _ in wire.read_entries(memoryview(reply)[22:], 32).items()].index(4) * 36 + 4
+            )
             reply = reply[:place] + bytes([reply[place] ^ 1]) + reply[place + 1 :]
         state = server.receive(state, reply)
     with pytest.raises(server.RoundAborted, match="answered falsely"):
@@ -250,7 +255,7 @@ def test_a_hundred_thousand_fuzzed_messages(seeded):
     pool = [m for w in (walk, other) for ms in w.sent.values() for m in ms]
     pool += [m for w in (walk, other) for box in (w.rosters, w.inboxes, w.requests) for m in box.values()]
     u = 1
-    advertised, shared, ready, masked = walk.history[u]
+    advertised, shared, _, masked = walk.history[u]
     machines = [
         (advertised, client.share, walk.rosters[u], client.Shared),
         (shared, client.collect, walk.inboxes[u], client.Ready),
@@ -261,8 +266,11 @@ def test_a_hundred_thousand_fuzzed_messages(seeded):
     summing, _ = server.inboxes(walk.servers[2], LAYOUT)
     _, reply = client.unmask(masked, walk.requests[u])
     serving = [
-        (keys, walk.sent[1][u]), (collecting, walk.sent[2][u]), (summing, walk.sent[3][u]), (walk.server, reply)
-    ]  # fmt: skip
+        (keys, walk.sent[1][u]),
+        (collecting, walk.sent[2][u]),
+        (summing, walk.sent[3][u]),
+        (walk.server, reply),
+    ]
     wrong_time = [client.share, client.collect, client.unmask]
     refused = accepted = 0
     for number in range(100_000):

@@ -84,7 +84,9 @@ def test_beyond_the_threshold_the_round_aborts_and_no_secret_is_put_together(dat
     clients = data.draw(st.integers(4, 10))
     stage = data.draw(st.sampled_from([INPUT, UNMASK]))
     t = server.threshold_of(clients - 1, 0.6)
-    stay = data.draw(st.integers(0 if stage == UNMASK else 1, t))  # each of them keeps at most t - 1 neighbours
+    stay = data.draw(
+        st.integers(0 if stage == UNMASK else 1, t)
+    )  # each of them keeps at most t - 1 neighbours
     gone = dict.fromkeys(data.draw(st.permutations(range(clients)))[stay:], stage)
     aggregation = make_aggregation("secure", seed=0, dropouts=lambda path: gone, workers=1)
     summation = aggregation.open(range(clients), kind="update", path=(0, 0))
@@ -92,9 +94,7 @@ def test_beyond_the_threshold_the_round_aborts_and_no_secret_is_put_together(dat
     put_together = []
     original = shamir.Combiner.combine
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            shamir.Combiner, "combine", lambda *args: put_together.append(1) or original(*args)
-        )
+        patch.setattr(shamir.Combiner, "combine", lambda *args: put_together.append(1) or original(*args))
         with pytest.raises(RoundAborted, match=r"too many dropped out|below the minimum"):
             summation.close()
     assert not put_together

@@ -65,12 +65,15 @@ class Coding:
 
     def encode(self, values: Tensor) -> tuple[Tensor, int]:
         """The integers of `values` (int64), and how many entries were clipped."""
-        scaled = values.to(torch.float64).mul(2.0**self.fraction).round_()
-        if not bool(torch.isfinite(values).all()):
-            raise UserError("an array holds values that are not finite: the ring cannot carry them")
+        scaled = values.to(torch.float64, copy=True).mul_(2.0**self.fraction).round_()
         limit = float(self.limit)
         if int(limit) > self.limit:  # past 2**53 a float may round up, and out of the ring
             limit = math.nextafter(limit, 0.0)
+        largest = max(abs(end.item()) for end in scaled.aminmax()) if scaled.numel() else 0.0
+        if largest <= limit:  # the usual case, told in one pass; a NaN fails it
+            return scaled.to(torch.int64), 0
+        if not bool(torch.isfinite(values).all()):
+            raise UserError("an array holds values that are not finite: the ring cannot carry them")
         clipped = int((scaled.abs() > limit).sum())
         return scaled.clamp_(-limit, limit).to(torch.int64), clipped
 
