@@ -216,13 +216,26 @@ def test_a_set_is_fetched_checked_and_then_left_alone(server, tmp_path, monkeypa
     assert fetch("mnist", tmp_path) == tmp_path / "mnist"
     assert len(load("mnist", tmp_path).train_y) == 10
     lines = check("mnist", tmp_path)
-    assert sum("the publisher's (sha256)" in line for line in lines) == 4
+    assert sum("is the published file, by sha256" in line for line in lines) == 4
     assert "10 + 10 samples of (1, 28, 28), 10 classes of 1 to 1" in lines[-2]
     asked = sum(Server.asked.values())
     fetch("mnist", tmp_path)
     assert sum(Server.asked.values()) == asked
     (tmp_path / "mnist/t10k-labels-idx1-ubyte.gz").write_bytes(files["train-labels-idx1-ubyte.gz"] + b"\0")
-    assert any("NOT the publisher's" in line for line in check("mnist", tmp_path))
+    assert sum("is NOT" in line for line in check("mnist", tmp_path)) == 1
+
+
+def test_a_set_that_came_in_part_is_completed(server, tmp_path, monkeypatch):
+    files = idx_files()
+    SERVED.update({f"/whole/{name}": content for name, content in files.items()})
+    good = [published(server, "whole", content=c, name=n) for n, c in files.items()]
+    bad = published(server, "gone", content=b"x", name=good[2].name)
+    monkeypatch.setitem(SOURCES, "mnist", Source((good[0], good[1], bad, good[3])))
+    with pytest.raises(UserError, match="404"):
+        fetch("mnist", tmp_path)
+    monkeypatch.setitem(SOURCES, "mnist", Source(tuple(good)))
+    fetch("mnist", tmp_path)
+    assert Server.asked["/whole"] == 4 and len(load("mnist", tmp_path).test_y) == 10
 
 
 BATCH = np.concatenate([np.arange(10)[:, None], np.zeros((10, 3072))], 1).astype(np.uint8).tobytes()

@@ -79,18 +79,18 @@ def test_sequence_of_datasets_reads_each_in_its_turn():
     def reader(n):
         def open_it():
             read.append(n)
-            return numbered(classes=n)
+            return numbered(classes=n), torch.from_numpy
 
         return open_it
 
-    stream = sequence([(reader(n), torch.from_numpy) for n in (2, 4)], Partition(clients=2), "demo")
+    stream = sequence([reader(n) for n in (2, 4)], Partition(clients=2), "demo")
     read.clear()
     assert [task.classes for task in stream] == [2, 4] and read == [2, 4]
 
 
 def test_sequence_refuses_shapes_that_differ():
     stream = sequence(
-        [(lambda: numbered(d=3), torch.from_numpy), (lambda: numbered(d=4), torch.from_numpy)],
+        [lambda: (numbered(d=3), torch.from_numpy), lambda: (numbered(d=4), torch.from_numpy)],
         Partition(clients=2),
         "demo",
     )

@@ -21,7 +21,7 @@ from fot.benchmarks.datasets import digits, load
 from fot.benchmarks.own import read
 from fot.benchmarks.partition import KINDS, Partition
 from fot.benchmarks.stream import Stream, TaskStream, class_split, permuted, sequence
-from fot.benchmarks.transforms import CropAndFlip, Pictures, standardise
+from fot.benchmarks.transforms import CropAndFlip, Pictures, Prepare, standardise
 from fot.errors import UserError
 
 
@@ -183,8 +183,11 @@ def _cifar100(
 def _five_datasets(deal: Partition, data_dir: Path | None, *, tasks: int = 5) -> TaskStream:
     if not 1 <= tasks <= len(_FIVE):
         raise UserError(f"tasks = {tasks}: five-datasets has 1 to {len(_FIVE)}")
-    readers = [(partial(load, name, data_dir), prepare) for name, prepare in _FIVE.items()]
-    return sequence(readers[:tasks], deal, "five-datasets")
+
+    def read_one(name: str) -> tuple[Dataset, Prepare]:
+        return load(name, data_dir), _FIVE[name]
+
+    return sequence([partial(read_one, name) for name in list(_FIVE)[:tasks]], deal, "five-datasets")
 
 
 def _mini(name: str, data: str) -> Make:
@@ -263,8 +266,11 @@ def _own_sequence(
     size: int = 0,
     test_share: float = 0.2,
 ) -> TaskStream:
-    sets = [_own(path, label, owner, size, test_share) for path in paths]
-    return sequence([(partial(lambda d: d, d), standardise(d.train_x)) for d in sets], deal, "own-sequence")
+    def read_one(path: str) -> tuple[Dataset, Prepare]:
+        data = _own(path, label, owner, size, test_share)
+        return data, standardise(data.train_x)
+
+    return sequence([partial(read_one, path) for path in paths], deal, "own-sequence")
 
 
 def _own(path: str, label: str, owner: str, size: int, test_share: float) -> Dataset:

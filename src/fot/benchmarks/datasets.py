@@ -154,6 +154,8 @@ def _svhn(folder: Path) -> Dataset:
         path = folder / f"{split}_32x32.mat"
         with reading(path):
             found = read_mat(path)
+            if not {"X", "y"} <= found.keys():
+                raise ValueError("it holds no arrays X and y")
             x, y = found["X"], found["y"].reshape(-1).astype(np.int64)
             if x.ndim != 4 or x.shape[:3] != (32, 32, 3) or x.dtype != np.uint8:
                 raise ValueError(f"X is {x.dtype} of shape {x.shape}, not bytes of 32 x 32 x 3 x N")

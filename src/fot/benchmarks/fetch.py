@@ -50,11 +50,11 @@ _BROKEN_ARCHIVE = (
 def fetch(name: str, data_dir: str | Path | None = None, progress: Progress | None = None) -> Path:
     """Fetches a data set into the data folder and returns the folder where it lies.
 
-    Nothing is done where it is there already, and nothing is downloaded where its archive is: an archive
+    Nothing is done where all of it is there, and nothing is downloaded where its archive is: an archive
     put there by hand is verified and unpacked.
     """
     found = find(name, data_dir)
-    if found is not None:
+    if found is not None and (name not in SOURCES or _has_all(found[0], SOURCES[name].files)):
         return found[0]
     folder = data_root(data_dir) / name
     if name not in SOURCES:
@@ -88,8 +88,8 @@ def check(name: str, data_dir: str | Path | None = None) -> list[str]:
     for file in (*SOURCES[name].files, *SOURCES[name].otherwise) if name in SOURCES else ():
         for path in {found[0] / file.name, root / file.name}:
             if path.exists():
-                verdict = "the publisher's" if file.is_whole(path) else "NOT the publisher's bytes"
-                lines.append(f"  {path.name}: {verdict} ({file.digest.split(':')[0]})")
+                same = "is" if file.is_whole(path) else "is NOT (it may be a recompressed copy)"
+                lines.append(f"  {path.name} {same} the published file, by {file.digest.split(':')[0]}")
     per_class = [int((data.train_y == c).sum()) for c in range(data.classes)]
     lines.append(
         f"  {len(data.train_y)} + {len(data.test_y)} samples of {tuple(data.train_x.shape[1:])},"
@@ -166,12 +166,22 @@ def _continue(url: str, part: Path, file: File, progress: Progress | None) -> No
         raise OSError(f"it broke off at {had} of {total} bytes")
 
 
+def _is_archive(name: str) -> bool:
+    return name.endswith((".tar.gz", ".zip"))
+
+
+def _has_all(folder: Path, files: tuple[File, ...]) -> bool:
+    """Whether no file is missing. What an archive holds is there as a whole or not at all."""
+    names = [file.name for file in files if not _is_archive(file.name)]
+    return all((folder / name).exists() or (folder / name.removesuffix(".gz")).exists() for name in names)
+
+
 def _fetch_all(files: tuple[File, ...], folder: Path, progress: Progress | None) -> None:
     for file in files:
         target = folder / file.name
         if not (target.exists() and file.is_whole(target)):
             download(file, target, progress)
-        if target.name.endswith((".tar.gz", ".zip")):
+        if _is_archive(target.name):
             unpack(target, folder)
 
 

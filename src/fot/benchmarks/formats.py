@@ -23,6 +23,7 @@ from fot.errors import UserError
 
 Array = np.ndarray[Any, Any]
 LARGEST = 1 << 32  # bytes; no set of this package comes near, and a lying header is stopped here
+LARGEST_PICTURE = 1 << 26  # pixels
 PICTURE_SUFFIXES = frozenset(
     {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"}
 )
@@ -161,6 +162,8 @@ def read_pictures(
     for place, path in enumerate(paths):
         try:
             with Image.open(path) as opened:
+                if opened.width * opened.height > LARGEST_PICTURE:
+                    raise ValueError(f"{opened.width} x {opened.height} pixels are too many")
                 if channels is None:
                     channels = 1 if opened.mode in ("1", "L", "LA") else 3
                 picture = opened.convert("L" if channels == 1 else "RGB")

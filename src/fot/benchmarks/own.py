@@ -59,16 +59,27 @@ def read(
 
 
 def from_tensors(
-    name: str, train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], owners: Tensor | None = None
+    name: str,
+    train: tuple[Tensor, Tensor],
+    test: tuple[Tensor, Tensor] | None = None,
+    owners: Tensor | None = None,
+    test_share: float = 0.2,
 ) -> Dataset:
     """A data set of tensors: (inputs, labels) to train on and to test on.
+
+    Without the latter, `test_share` of each class of the former is held back.
 
     Examples
     --------
     >>> x, y = torch.randn(8, 3), torch.arange(8) % 2
-    >>> from_tensors("mine", (x, y), (x, y)).classes
-    2
+    >>> from_tensors("mine", (x, y), test_share=0.25).test_y
+    array([0, 1])
     """
+    if test is None:
+        x, y = train
+        kept, held = stratified(y.detach().cpu(), test_share, key(0, "tensors"))
+        owners = None if owners is None else owners[kept]
+        train, test = (x[kept], y[kept]), (x[held], y[held])
     arrays = dict(zip(_NAMES, (t.detach().cpu().numpy() for t in (*train, *test)), strict=True))
     return from_arrays(name, arrays if owners is None else arrays | {"train_owner": owners.cpu().numpy()})
 

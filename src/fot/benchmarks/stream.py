@@ -146,20 +146,20 @@ def class_split(
         if index == 0:
             part = replace(part, notes=data.notes)
         names = part.class_names or tuple(map(str, chosen))
-        return _task(part, prepare, deal, index, f"classes {', '.join(names)}", augment)
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return _task(part, prepare, deal, index, f"classes {', '.join(names[:3])}{more}", augment)
 
     shape = tuple(prepare(data.train_x[:1]).shape[1:])
     return TaskStream(name, deal.num_clients, True, shape, tasks, make)
 
 
-def sequence(data: Sequence[tuple[Callable[[], Dataset], Prepare]], deal: Partition, name: str) -> TaskStream:
+def sequence(data: Sequence[Callable[[], tuple[Dataset, Prepare]]], deal: Partition, name: str) -> TaskStream:
     """Every task is another data set with a head of its own; each is read when its turn comes."""
     if not data:
         raise UserError("a sequence of datasets needs at least one dataset")
 
     def make(index: int) -> Task:
-        read, prepare = data[index]
-        part = read()
+        part, prepare = data[index]()
         task = _task(part, prepare, deal, index, part.name)
         if tuple(task.train_x.shape[1:]) != shape:
             raise UserError(
@@ -168,8 +168,9 @@ def sequence(data: Sequence[tuple[Callable[[], Dataset], Prepare]], deal: Partit
             )
         return task
 
-    read_first, prepare_first = data[0]
-    shape = tuple(prepare_first(read_first().train_x[:1]).shape[1:])
+    first, prepare_first = data[0]()
+    shape = tuple(prepare_first(first.train_x[:1]).shape[1:])
+    del first, prepare_first
     return TaskStream(name, deal.num_clients, True, shape, len(data), make)
 
 
