@@ -44,7 +44,7 @@ def transcripts():
             state = server.receive(state, message)
             masked.append(np.frombuffer(message[22:], "<u4"))
             own = ready.before
-            seeds.append((client.self_seed(own.self_secret, session, u), ready.seeds))
+            seeds.append((primitives.self_seed(own.self_secret, session, u), ready.seeds))
         state, requests = server.survivors(state)
         for u in range(CLIENTS):
             states[u], message = client.unmask(states[u], requests[u])
@@ -114,6 +114,6 @@ def test_the_test_can_see(transcripts):
 
 
 def test_sealed_shares_are_uniform_too(seeded):
-    sealed = [primitives.seal(seeded(i)(32), bytes(16), 0, 1, bytes(64)) for i in range(400)]
+    sealed = [primitives.seal(seeded(i)(32), bytes(16), 0, 1, bytes(32)) for i in range(400)]
     assert all(len(s) == wire.SEALED for s in sealed)
     assert chi_square(np.frombuffer(b"".join(sealed), "<u4")) < CHI_SQUARE

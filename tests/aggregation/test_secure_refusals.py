@@ -159,7 +159,7 @@ def test_clients_refuse_bad_unmask_requests(walk):
     with pytest.raises(Refusal, match="answers once"):
         client.unmask(done, request([1, 2, 4], [3]))
     # One share a peer, the self seed's of those alive and the mask key's of those dropped; nothing is left.
-    given = wire.read_entries(memoryview(reply)[22:], 32)
+    given = wire.read_entries(memoryview(reply)[22:], 16)
     assert given == {u: masked.held[u][0 if u == 4 else 1] for u in (1, 2, 3, 4)}
     assert vars(done) == {"client": 0, "session": SESSION}
 
@@ -215,7 +215,7 @@ def test_false_shares_of_a_dropped_client_are_noticed(seeded):
         _, reply = client.unmask(walk.states[u], message)
         if u == 2:
             place = (
-                22 + [v for v, _ in wire.read_entries(memoryview(reply)[22:], 32).items()].index(4) * 36 + 4
+                22 + [v for v, _ in wire.read_entries(memoryview(reply)[22:], 16).items()].index(4) * 20 + 4
             )
             reply = reply[:place] + bytes([reply[place] ^ 1]) + reply[place + 1 :]
         state = server.receive(state, reply)
@@ -301,7 +301,7 @@ def test_a_hundred_thousand_fuzzed_messages(seeded):
             survivors, alive, dropped = wire.read_survivors(memoryview(message)[22:])
             assert message[2:18] == SESSION and sorted(alive + dropped) == sorted(masked.held)
             assert len(alive) >= masked.threshold and survivors >= 3
-            shares = wire.read_entries(memoryview(result[1])[22:], 32)
+            shares = wire.read_entries(memoryview(result[1])[22:], 16)
             assert shares == {v: masked.held[v][v in alive] for v in masked.held}
             with pytest.raises(Refusal):
                 client.unmask(after, message)

@@ -44,7 +44,7 @@ class Advertised:
     client: int
     session: bytes
     policy: Policy
-    seal_secret: int = field(repr=False)
+    seal_key: bytes = field(repr=False)
     mask_secret: int = field(repr=False)
     self_secret: int = field(repr=False)
     polynomial_seed: bytes = field(repr=False)
@@ -100,12 +100,13 @@ def advertise(
         client=client,
         session=session,
         policy=policy or Policy(),
-        seal_secret=_field_element(entropy(48)),
-        mask_secret=_field_element(entropy(48)),
-        self_secret=_field_element(entropy(48)),
+        seal_key=entropy(32),
+        mask_secret=_field_element(entropy(32)),
+        self_secret=_field_element(entropy(32)),
         polynomial_seed=entropy(32),
     )
-    keys = primitives.public_key(state.seal_secret) + primitives.public_key(state.mask_secret)
+    mask_key = primitives.mask_key(state.mask_secret, session, client)
+    keys = primitives.public_key(state.seal_key) + primitives.public_key(mask_key)
     return state, wire.write(wire.ADVERTISE, session, client, keys)
 
 
@@ -126,11 +127,11 @@ def share(state: State, message: bytes) -> tuple[Shared, bytes]:
         raise Refusal(f"a threshold of {threshold} among {len(peers)} neighbours, at or below half")
     if threshold > len(peers):
         raise Refusal(f"a threshold of {threshold} that {len(peers)} neighbours cannot meet")
-    own = primitives.private_key(state.seal_secret)
+    own = primitives.private_key(state.seal_key)
     sealing = {u: primitives.agree(own, peer.seal_key) for u, peer in peers.items()}
     points = [u + 1 for u in peers]
-    stream = primitives.expand(state.polynomial_seed, 2 * 48 * (threshold - 1))
-    random = [_field_element(stream[i : i + 48]) for i in range(0, len(stream), 48)]
+    stream = primitives.expand(state.polynomial_seed, 2 * 32 * (threshold - 1))
+    random = [_field_element(stream[i : i + 32]) for i in range(0, len(stream), 32)]
     of_key = split(state.mask_secret, random[: threshold - 1], points)
     of_seed = split(state.self_secret, random[threshold - 1 :], points)
     sealed = [
@@ -155,8 +156,8 @@ def collect(state: State, message: bytes) -> Ready:
     held = {}
     for u, sealed in inbox.items():
         opened = primitives.unseal(state.sealing[u], own.session, u, own.client, sealed)
-        held[u] = (opened[: wire.KEY], opened[wire.KEY :])
-    key = primitives.private_key(own.mask_secret)
+        held[u] = (opened[: wire.SHARE], opened[wire.SHARE :])
+    key = primitives.private_key(primitives.mask_key(own.mask_secret, own.session, own.client))
     seeds = {
         u: primitives.pair_seed(primitives.agree(key, state.peers[u].mask_key), own.session, own.client, u)
         for u in inbox
@@ -172,7 +173,8 @@ def submit(state: State, words: Sequence[Words], layout: Sequence[Segment]) -> t
     masked = [segment.copy() for segment in words]
     plus = [seed for u, seed in state.seeds.items() if u > own.client]
     minus = [seed for u, seed in state.seeds.items() if u < own.client]
-    primitives.add_masks(masked, layout, [self_seed(own.self_secret, own.session, own.client), *plus], minus)
+    own_seed = primitives.self_seed(own.self_secret, own.session, own.client)
+    primitives.add_masks(masked, layout, [own_seed, *plus], minus)
     body = b"".join(pack(segment, bits) for segment, (bits, _) in zip(masked, layout, strict=True))
     reply = wire.write(wire.MASKED, own.session, own.client, body)
     after = Masked(own.client, own.session, own.policy.minimum, state.threshold, state.held)
@@ -200,14 +202,9 @@ def unmask(state: State, message: bytes) -> tuple[Done, bytes]:
     return Done(state.client, state.session), reply
 
 
-def self_seed(secret: int, session: bytes, client: int) -> bytes:
-    """The seed of a client's self mask."""
-    return primitives.derive(_bytes(secret), b"self", session, client)
-
-
 def _field_element(random: bytes) -> int:
-    return int.from_bytes(random, "little") % PRIME  # 48 bytes: uniform to within 2**-129
+    return int.from_bytes(random, "little") % PRIME  # of 32 bytes: uniform to within 2**-128
 
 
 def _bytes(element: int) -> bytes:
-    return element.to_bytes(32, "little")
+    return element.to_bytes(wire.SHARE, "little")

@@ -24,12 +24,12 @@ _BLOCK = 1 << 15  # entries expanded at a time: the block and its mask stay in t
 _ZEROS = bytes(8 * _BLOCK)
 
 
-def private_key(secret: int) -> X25519PrivateKey:
-    """The X25519 key of a field element below 2**255 - 19."""
-    return X25519PrivateKey.from_private_bytes(secret.to_bytes(32, "little"))
+def private_key(secret: bytes) -> X25519PrivateKey:
+    """The X25519 key of 32 secret bytes."""
+    return X25519PrivateKey.from_private_bytes(secret)
 
 
-def public_key(secret: int) -> bytes:
+def public_key(secret: bytes) -> bytes:
     """The 32 public bytes of a secret."""
     return private_key(secret).public_key().public_bytes_raw()
 
@@ -46,6 +46,19 @@ def derive(secret: bytes, purpose: bytes, session: bytes, *clients: int) -> byte
     """A 32-byte key for one purpose."""
     info = b"fot secure sum 1 " + purpose + struct.pack(f"<{len(clients)}I", *clients)
     return HKDF(algorithm=SHA256(), length=32, salt=session, info=info).derive(secret)
+
+
+def mask_key(secret: int, session: bytes, client: int) -> bytes:
+    """The secret bytes of a client's mask key, from the 128 bits that are shared.
+
+    Session and client enter, so that a search through all secrets serves against one client alone.
+    """
+    return derive(secret.to_bytes(16, "little"), b"key", session, client)
+
+
+def self_seed(secret: int, session: bytes, client: int) -> bytes:
+    """The seed of a client's self mask, from the 128 bits that are shared."""
+    return derive(secret.to_bytes(16, "little"), b"self", session, client)
 
 
 def pair_seed(secret: bytes, session: bytes, one: int, other: int) -> bytes:

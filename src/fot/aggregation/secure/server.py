@@ -16,7 +16,6 @@ import numpy as np
 
 from fot.aggregation.codec import Segment, Words, packed_size, unpack
 from fot.aggregation.secure import primitives, wire
-from fot.aggregation.secure.client import self_seed
 from fot.aggregation.secure.graph import neighbours, threshold_of
 from fot.aggregation.secure.shamir import PRIME, Combiner
 from fot.aggregation.secure.wire import Peer, Refusal
@@ -119,7 +118,7 @@ def receive(state: State, message: bytes) -> State:
     before = state.before
     client, body = wire.read(message, wire.UNMASK, before.terms.session)
     _expect(client, before.received, state.answers)
-    shares = {u: int.from_bytes(share, "little") for u, share in wire.read_entries(body, wire.KEY).items()}
+    shares = {u: int.from_bytes(share, "little") for u, share in wire.read_entries(body, wire.SHARE).items()}
     if shares.keys() != set(before.graph[client]) or any(share >= PRIME for share in shares.values()):
         raise Refusal("malformed: not one share for each neighbour of the sender")
     return replace(state, answers={**state.answers, client: shares})
@@ -209,10 +208,11 @@ def finish(state: State) -> tuple[tuple[Words, ...], frozenset[int]]:
     for u in needed:
         secret = combiner.combine(shares[u])
         if u in received:
-            minus.append(self_seed(secret, session, u))
+            minus.append(primitives.self_seed(secret, session, u))
             continue
-        key = primitives.private_key(secret)
-        if primitives.public_key(secret) != before.peers[u].mask_key:
+        secret_key = primitives.mask_key(secret, session, u)
+        key = primitives.private_key(secret_key)
+        if primitives.public_key(secret_key) != before.peers[u].mask_key:
             raise RoundAborted(f"the shares of client {u} do not give its key: a client answered falsely")
         for v in before.graph[u]:
             if v in received:

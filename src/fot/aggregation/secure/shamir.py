@@ -1,10 +1,13 @@
-"""Shamir's secret sharing over the field of 2**255 - 19: any t shares give the secret, fewer give nothing."""
+"""Shamir's secret sharing over a prime field: any t shares give the secret, fewer give nothing.
+
+The prime is the largest below 2**128: a share takes 16 bytes, and 128 bits are what X25519 is worth.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-PRIME = 2**255 - 19
+PRIME = 2**128 - 159
 
 
 def split(secret: int, coefficients: Sequence[int], points: Sequence[int]) -> list[int]:

@@ -15,7 +15,8 @@ VERSION = 1
 SESSION = 16
 _HEADER = struct.Struct(f"<BB{SESSION}sI")
 KEY = 32
-SEALED = 80  # two 32-byte shares and a 16-byte tag
+SHARE = 16
+SEALED = 48  # two shares and a 16-byte tag
 
 
 class Refusal(Exception):
