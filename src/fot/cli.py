@@ -22,7 +22,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 bench = typer.Typer(help="Measure this machine: memory and speed.", no_args_is_help=True)
+data = typer.Typer(help="The data sets of the paper: what there is, fetching, checking.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+app.add_typer(data, name="data")
 console = Console()
 
 Recipe = Annotated[str, typer.Argument(help="A recipe's name (see `fot list`) or the path of a TOML file.")]
@@ -33,6 +35,7 @@ Set = Annotated[
 ]
 Partition = Annotated[Optional[str], typer.Option(help="How data are dealt to clients: iid, shards, ...")]
 EngineName = Annotated[Optional[str], typer.Option(help="Where clients compute.")]
+DataDir = Annotated[Optional[Path], typer.Option(help="Folder of the data sets; FOT_DATA by default.")]
 Device = Annotated[Optional[str], typer.Option(help="cpu, cuda, cuda:1, ...")]
 
 
@@ -127,6 +130,53 @@ def list_all() -> None:
     _table("methods", {name: _first_line(method) for name, method in METHODS.items()})
     _table("benchmarks", {name: benchmark.about for name, benchmark in BENCHMARKS.items()})
     _table("models", {name: _first_line(model) for name, model in MODELS.items()})
+
+
+@data.command("list")
+def data_list(data_dir: DataDir = None) -> None:
+    """Show the data sets, and which of them are here."""
+    from fot.benchmarks.datasets import KNOWN, data_root, find
+
+    places = {name: find(name, data_dir) for name in KNOWN}
+    rows = {n: f"{KNOWN[n].about}; {f'in {place[0]}' if place else 'not here'}" for n, place in places.items()}
+    _table(f"data sets (folder: {data_root(data_dir)})", rows)
+
+
+@data.command("fetch")
+def data_fetch(name: str, data_dir: DataDir = None) -> None:
+    """Download a data set from its publisher, verify it and unpack it; resumes where it broke off."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from fot.benchmarks.fetch import fetch
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as progress:
+        bars: dict[str, Any] = {}
+
+        def show(file: str, had: int, total: int | None) -> None:
+            if file not in bars:
+                bars[file] = progress.add_task(file)
+            progress.update(bars[file], completed=had, total=total)
+
+        folder = fetch(name, data_dir, show)
+    console.print(f"{name}: {folder}", soft_wrap=True)
+
+
+@data.command("check")
+def data_check(name: str, data_dir: DataDir = None) -> None:
+    """Read a data set and say what it holds."""
+    from fot.benchmarks.fetch import check
+
+    for line in check(name, data_dir):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+@bench.command("data")
+def bench_data(benchmark: str = "cifar100", data_dir: DataDir = None) -> None:
+    """Seconds and memory of loading a benchmark and making every task of its stream."""
+    from fot.benchmarks.bench import bench_data as measure
+
+    console.print(str(measure(benchmark, data_dir)), soft_wrap=True)
 
 
 @bench.command("sketch")

@@ -4,7 +4,7 @@ Clients train as usual and keep nothing. The server keeps, for each protected la
 basis O of the inputs that old tasks gave it, and removes from every mean update what acts on them:
 
     FedProject (eqs. 5-7)   Delta <- Delta (I - O Oᵀ),  W <- W + mu Delta
-    GPSE (eqs. 8-11)        after each task, from the sum of the clients' sketches A = X* G, the
+    GPSE (eqs. 8-12)        after each task, from the sum of the clients' sketches A = X* G, the
                             principal directions of the new inputs are added to O
 """
 
@@ -61,19 +61,19 @@ class FOT(Method):
         return super().aggregate(network, server, update)
 
     def broadcast(self, network: Network, server: Server) -> Tree:
-        """Clients need the basis of each layer that is sketched."""
-        return {layer.name: server.state[layer.name] for layer in self._open(network, server) if server.state}
+        """Clients need the basis O of each layer that they sketch."""
+        sketched = self._sketched(network)
+        return {layer.name: server.state[layer.name] for layer in sketched} if server.state else {}
 
     def end_of_task(
         self, network: Network, params: Tree, data: ClientData, client: Tree, broadcast: Tree
     ) -> tuple[Tree, Tree]:
-        """GPSE on the client, eqs. (8) to (10)."""
-        layers = self._open(network, Server(params, broadcast))
+        """GPSE on the client, eqs. (8) and (9)."""
         shared = self.shared_sketch_seed
         return client, sketch(
             network.module,
             (x for x, _ in data.batches()),
-            layers,
+            self._sketched(network),
             broadcast,
             size=self.sketch,
             key=fold(data.key, data.position // shared if shared else data.client),
@@ -84,10 +84,10 @@ class FOT(Method):
     def consolidate(
         self, network: Network, server: Server, sums: Tree, task: int, key: int
     ) -> tuple[Server, dict[str, Any]]:
-        """GPSE on the server, eq. (11): choose the rank of each layer and grow its basis."""
+        """GPSE on the server, eq. (12): choose the rank of each layer and grow its basis."""
         memory = self._memory(network, server)
         threshold = threshold_at(task, self.threshold, self.increment)
-        part = SubspaceMemory(self._open(network, server), memory.bases)
+        part = SubspaceMemory(self._sketched(network), memory.bases)
         size = self.sketch if self.exact else None
         grown, growth = part.expand(sums, threshold=threshold, rule=self.rule, key=key, size=size)
         grown = SubspaceMemory(memory.layers, {**memory.bases, **grown.bases})
@@ -124,8 +124,6 @@ class FOT(Method):
             return SubspaceMemory.empty(layers, network.dtype, network.device)
         return SubspaceMemory(layers, server.state)
 
-    def _open(self, network: Network, server: Server) -> tuple[Layer, ...]:
-        """The layers that are sketched: a full one has nothing to learn, a frozen first one is left out."""
-        layers = self._layers(network)[1 if self.freeze_first else 0 :]
-        full = SubspaceMemory(layers, server.state).frozen() if server.state else ()
-        return tuple(layer for layer in layers if layer.name not in full)
+    def _sketched(self, network: Network) -> tuple[Layer, ...]:
+        """The layers that take part in GPSE: all but a first one that is to be frozen."""
+        return self._layers(network)[1 if self.freeze_first else 0 :]
