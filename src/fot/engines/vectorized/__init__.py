@@ -7,6 +7,7 @@ the arithmetic; ``cohort`` the samples; ``local`` a round's training; ``engine``
 from __future__ import annotations
 
 from fot.engines.vectorized.engine import VectorizedEngine, check_folding
-from fot.engines.vectorized.folding import CannotBatch, Fold, Stacked
+from fot.engines.vectorized.folding import Fold
+from fot.engines.vectorized.stacked import CannotBatch, Stacked
 
 __all__ = ["CannotBatch", "Fold", "Stacked", "VectorizedEngine", "check_folding"]

@@ -92,7 +92,9 @@ def cohort_steps(
             step = own_steps * epoch + j
             inputs = x[rows]
             if task.augment is not None:
-                inputs = task.augment(inputs, fold(fold(augment, step)[:, None], position[: valid.shape[1]]).flatten())
+                inputs = task.augment(
+                    inputs, fold(fold(augment, step)[:, None], position[: valid.shape[1]]).flatten()
+                )
             number = valid.sum(1, keepdim=True)
             weight = valid.to(dtype) / number.clamp(min=1).to(dtype)
             yield Step(

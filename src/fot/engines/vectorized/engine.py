@@ -14,9 +14,9 @@ from fot.benchmarks.stream import Task
 from fot.engines.base import RoundKeys, RoundOutcome, Training
 from fot.engines.sequential import LOSS, SequentialEngine
 from fot.engines.vectorized.cohort import Holdings, chunks, cohort_steps
-from fot.engines.vectorized.folding import CannotBatch
 from fot.engines.vectorized.graph import GraphedRound
 from fot.engines.vectorized.local import LocalTraining, NeedsAutograd, stacked_states
+from fot.engines.vectorized.stacked import CannotBatch
 from fot.methods.base import Method, Server
 from fot.network import Network, Tree
 
@@ -103,8 +103,10 @@ class VectorizedEngine(SequentialEngine):
         sums = summation.close() if len(excluded) < len(cohort) else None
         return RoundOutcome(sums, tuple(c for c in cohort if c in excluded), local_params)
 
-    def local_cohort(self, server: Server, task: Task, piece: Sequence[int], keys: RoundKeys, state: Tree) -> Tree:
-        """What the clients send, ``[C, *shape]`` each: their models after local training, and their losses."""
+    def local_cohort(
+        self, server: Server, task: Task, piece: Sequence[int], keys: RoundKeys, state: Tree
+    ) -> Tree:
+        """What the clients send, ``[C, *shape]`` each: their models after local training, their losses."""
         sizes = [len(task.clients[client]) for client in piece]
         longest, even = max(sizes), min(sizes) == max(sizes)
         if self.device.type == "cuda" and not even:
@@ -133,8 +135,9 @@ class VectorizedEngine(SequentialEngine):
         count = len(inputs["clients"])
         while True:
             steps = cohort_steps(
-                task, self._data(task), self._held, inputs["clients"], inputs["keys"], longest=longest, even=even,
-                epochs=training.epochs, batch_size=training.batch_size, dtype=self.network.dtype,
+                task, self._data(task), self._held, inputs["clients"], inputs["keys"],
+                longest=longest, even=even, epochs=training.epochs, batch_size=training.batch_size,
+                dtype=self.network.dtype,
             )  # fmt: skip
             number = -(-longest // training.batch_size) * training.epochs
             try:

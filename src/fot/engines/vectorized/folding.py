@@ -11,56 +11,16 @@ trained on a guess.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from fot.engines.vectorized import norms
 from fot.engines.vectorized.products import Convolution, Linear, product
-
-
-class CannotBatch(Exception):
-    """The cohort cannot be trained at once; the message says why."""
-
-
-class Local(Protocol):
-    """Clients' own weights of a layer that are stepped during the backward pass (see ``steps``)."""
-
-    def apply(self, operation: Linear | Convolution, x: Tensor) -> Tensor:
-        """The operation on x, each client with its own weights."""
-        ...
-
-    def refuse(self) -> None:
-        """Say that this weight must be left to autograd."""
-
-
-class Stacked(Tensor):
-    """A parameter or buffer of C clients, ``[C, *shape]``, which a module sees as one of that shape."""
-
-    local: Local | None
-
-    @classmethod
-    def of(cls, stack: Tensor, local: Local | None = None) -> Stacked:
-        """Mark a tensor as a stack."""
-        marked: Stacked = stack.as_subclass(cls)
-        marked.local = local
-        return marked
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
-    ) -> Any:
-        raise CannotBatch(f"{_name(func)} has no rule for a stack of clients' parameters")
-
-
-def raw(tensor: Any) -> Any:
-    """A stack as a plain tensor with its client axis; anything else as it is."""
-    if not isinstance(tensor, Stacked):
-        return tensor
-    with torch._C.DisableTorchFunctionSubclass():
-        return tensor.as_subclass(Tensor)
+from fot.engines.vectorized.stacked import CannotBatch, Stacked, name_of, per_channel, raw
 
 
 class Fold(TorchFunctionMode):
@@ -109,33 +69,35 @@ class Fold(TorchFunctionMode):
         tensors = [a for a in _leaves((args, kwargs)) if isinstance(a, Tensor)]
         if all(isinstance(t, Stacked) or t.dim() == 0 for t in tensors):
             return self.parameters_only(func, args, kwargs)
-        if _name(func) in _ELEMENTWISE:
+        if name_of(func) in _ELEMENTWISE:
             return self.elementwise(func, args, kwargs)
-        raise CannotBatch(f"{_name(func)} mixes parameters and samples in a way that has no rule")
+        raise CannotBatch(f"{name_of(func)} mixes parameters and samples in a way that has no rule")
 
     def use_only_by_layers(self, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
         """Weights that their layer's backward pass steps must not be used in any other way."""
         for leaf in _leaves((args, kwargs)):
-            if isinstance(leaf, Stacked) and leaf.local and _name(func) not in _METADATA | {"__get__"}:
+            if isinstance(leaf, Stacked) and leaf.local and name_of(func) not in _METADATA | {"__get__"}:
                 leaf.local.refuse()
 
     def split(self, x: Tensor) -> Tensor:
         """``[C·B, ...]`` as ``[C, B, ...]``."""
         if x.dim() == 0 or x.shape[0] % self.clients:
-            raise CannotBatch(f"a tensor of shape {tuple(x.shape)} has no axis of {self.clients} clients' samples")
-        return x.unflatten(0, (self.clients, -1))
+            raise CannotBatch(
+                f"a tensor of shape {tuple(x.shape)} has no axis of {self.clients} clients' samples"
+            )
+        return x.reshape(self.clients, -1, *x.shape[1:])
 
     def parameters_only(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Any function of parameters alone: each client's on its own slice."""
         stacks = [a for a in _leaves((args, kwargs)) if isinstance(a, Stacked)]
-        if _name(func) in _METADATA:
+        if name_of(func) in _METADATA:
             return func(*_replace(args, {id(s): raw(s)[0] for s in stacks}), **kwargs)
 
         def single(slices: list[Tensor]) -> Any:
             known = {id(s): piece for s, piece in zip(stacks, slices, strict=True)}
             return func(*_replace(args, known), **_replace(kwargs, known))
 
-        if _name(func) == "__get__":
+        if name_of(func) == "__get__":
             with torch.no_grad():
                 value = single([raw(s)[0] for s in stacks])
             if not isinstance(value, Tensor):
@@ -143,7 +105,7 @@ class Fold(TorchFunctionMode):
         try:
             return Stacked.of(torch.vmap(single)([raw(s) for s in stacks]))
         except (RuntimeError, ValueError) as error:
-            raise CannotBatch(f"{_name(func)} of parameters cannot be taken client by client") from error
+            raise CannotBatch(f"{name_of(func)} of parameters cannot be taken client by client") from error
 
     def elementwise(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Tensor:
         """Samples and parameters element by element, broadcast over each client's B rows."""
@@ -154,7 +116,9 @@ class Fold(TorchFunctionMode):
             if isinstance(t, Stacked):
                 stack = raw(t)
                 if stack.dim() - 1 > rank or (stack.dim() - 1 == rank and stack.shape[1] != 1):
-                    raise CannotBatch(f"{_name(func)} lays a parameter of shape {tuple(stack.shape[1:])} over samples")
+                    raise CannotBatch(
+                        f"{name_of(func)} lays a parameter of shape {tuple(stack.shape[1:])} over samples"
+                    )
                 shape = stack.shape[1:] if stack.dim() - 1 < rank else stack.shape[2:]
                 known[id(t)] = stack.reshape(self.clients, *[1] * (rank - len(shape)), *shape)
             elif t.dim() == rank and t.shape[0] != 1:
@@ -170,9 +134,12 @@ class Fold(TorchFunctionMode):
             self.split(x)
             operation = Linear()
             y = weight.local.apply(operation, x) if weight.local else product(operation, x, raw(weight))
+        if bias is None:
+            return y
         if not isinstance(bias, Stacked):
-            return y if bias is None else y + bias
-        return (y.view(self.clients, -1, y.shape[-1]) + raw(bias).unsqueeze(1)).view(y.shape)
+            return y + bias
+        shifted: Tensor = y.view(self.clients, -1, y.shape[-1]) + raw(bias).unsqueeze(1)
+        return shifted.view(y.shape)
 
     def convolution(
         self,
@@ -195,7 +162,7 @@ class Fold(TorchFunctionMode):
         y = weight.local.apply(operation, x) if weight.local else product(operation, x, raw(weight))
         if bias is None:
             return y
-        return self.elementwise(torch.add, (y, _per_channel(bias, axes)), {})
+        return self.elementwise(torch.add, (y, per_channel(bias, axes)), {})
 
     def matmul(self, x: Tensor, weight: Tensor) -> Tensor:
         """X W with a matrix of parameters on the right."""
@@ -203,107 +170,14 @@ class Fold(TorchFunctionMode):
             raise CannotBatch("matmul has a rule only for samples times a matrix of parameters")
         return product(Linear(), x, raw(weight).transpose(1, 2))
 
-    def batch_norm(
-        self,
-        x: Tensor,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        training: bool = False,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> Tensor:
-        """Batch-norm on each client's own statistics, padding left out."""
-        if not training:
-            if running_mean is None or running_var is None:
-                raise CannotBatch("batch_norm has no statistics to use")
-            mean, var = (self._channels(t, x.dim()) for t in (running_mean, running_var))
-        else:
-            mean, var = self._moments(x)
-            if isinstance(running_mean, Stacked) and isinstance(running_var, Stacked):
-                self._track(raw(running_mean), raw(running_var), mean, var, x, momentum)
-            elif running_mean is not None:
-                raise CannotBatch("batch_norm would move running statistics that clients share")
-        y = (self.split(x) - mean) * torch.rsqrt(var + eps)
-        if weight is not None:
-            y = y * self._channels(weight, x.dim())
-        if bias is not None:
-            y = y + self._channels(bias, x.dim())
-        return y.flatten(0, 1)
-
-    def _moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and (biased) variance of each client's channels, ``[C, 1, F, 1, ...]``."""
-        split = self.split(x)
-        over = [1, *range(3, split.dim())]
-        if self.valid is None:
-            var, mean = torch.var_mean(split, over, correction=0, keepdim=True)
-            return mean, var
-        counts, share = self._counts(x)
-        mean = (split * share).sum(over, keepdim=True)
-        return mean, ((split - mean).square() * share).sum(over, keepdim=True)
-
-    def _counts(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """How many values of a channel count, ``[C, 1, ...]``, and the share of each, ``[C, B, 1, ...]``."""
-        values = x[0, 0].numel()
-        split = self.split(x)
-        valid = x.new_ones(split.shape[:2]) if self.valid is None else self.split(self.valid).to(x.dtype)
-        counts = valid.sum(1, keepdim=True) * values
-        shape = [1] * (split.dim() - 2)
-        share = valid / counts.clamp(min=1)
-        return counts.reshape(-1, 1, *shape), share.reshape(*share.shape, *shape)
-
-    def _track(self, means: Tensor, variances: Tensor, mean: Tensor, var: Tensor, x: Tensor, rate: float) -> None:
-        """Move each client's running statistics, as torch does: the variance by its unbiased estimate."""
-        counts, _ = self._counts(x)
-        moved = rate * (counts > 0)  # a client without samples in this step stays where it is
-        unbiased = var * counts / (counts - 1).clamp(min=1)
-        with torch.no_grad():
-            for running, now in ((means, mean), (variances, unbiased)):
-                running.add_((moved * (now - running.view_as(now))).view_as(running))
-
-    def _channels(self, tensor: Tensor, rank: int) -> Tensor:
-        stack = raw(tensor) if isinstance(tensor, Stacked) else tensor.unsqueeze(0)
-        return stack.reshape(stack.shape[0], 1, -1, *[1] * (rank - 2))
-
-    def layer_norm(
-        self, x: Tensor, shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
-    ) -> Tensor:
-        """Layer-norm of each sample, then each client's own scale and shift."""
-        return self._affine(F.layer_norm(x, shape, eps=eps), weight, bias)
-
-    def rms_norm(self, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-        """RMS-norm of each sample, then each client's own scale."""
-        return self._affine(F.rms_norm(x, shape, eps=eps), weight, None)
-
-    def group_norm(
-        self, x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
-    ) -> Tensor:
-        """Group-norm of each sample, then each client's own scale and shift."""
-        weight, bias = (None if t is None else _per_channel(t, x.dim() - 2) for t in (weight, bias))
-        return self._affine(F.group_norm(x, groups, eps=eps), weight, bias)
-
-    def instance_norm(
-        self, x: Tensor, running_mean: Any = None, running_var: Any = None, weight: Tensor | None = None,
-        bias: Tensor | None = None, use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5,
-    ) -> Tensor:  # fmt: skip
-        """Instance-norm of each sample, then each client's own scale and shift."""
-        weight, bias = (None if t is None else _per_channel(t, x.dim() - 2) for t in (weight, bias))
-        if running_mean is not None or running_var is not None:
-            raise CannotBatch("instance_norm with running statistics has no rule")
-        y = F.instance_norm(x, running_mean, running_var, None, None, use_input_stats, momentum, eps)
-        return self._affine(y, weight, bias)
-
-    def _affine(self, y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        y = y if weight is None else self.elementwise(torch.mul, (y, weight), {})
-        return y if bias is None else self.elementwise(torch.add, (y, bias), {})
-
     def prelu(self, x: Tensor, weight: Tensor) -> Tensor:
         """max(0, x) + a·min(0, x), one a for all channels or one for each."""
-        slope = _per_channel(weight, max(x.dim() - 2, 0)) if raw(weight).shape[1] > 1 else weight
+        slope = per_channel(weight, max(x.dim() - 2, 0)) if raw(weight).shape[1] > 1 else weight
         return x.clamp(min=0) + self.elementwise(torch.mul, (x.clamp(max=0), slope), {})
 
-    def embedding(self, rows: Tensor, weight: Tensor, padding_idx: int | None = None, *rest: Any, **more: Any) -> Tensor:
+    def embedding(
+        self, rows: Tensor, weight: Tensor, padding_idx: int | None = None, *rest: Any, **more: Any
+    ) -> Tensor:
         """Each client looks up its own table."""
         if any(option for option in (*rest, *more.values())):
             raise CannotBatch("embedding with max_norm, scale_grad_by_freq or sparse has no rule")
@@ -315,7 +189,9 @@ class Fold(TorchFunctionMode):
             stack = torch.where(frozen[:, None], stack.detach(), stack)
         own = torch.arange(self.clients, device=rows.device) * stack.shape[1]
         split = self.split(rows)
-        return F.embedding((split + own.reshape(-1, *[1] * (split.dim() - 1))).flatten(0, 1), stack.flatten(0, 1))
+        return F.embedding(
+            (split + own.reshape(-1, *[1] * (split.dim() - 1))).flatten(0, 1), stack.flatten(0, 1)
+        )
 
 
 _RULES: dict[Any, Callable[..., Any]] = {
@@ -323,11 +199,11 @@ _RULES: dict[Any, Callable[..., Any]] = {
     F.conv1d: Fold.convolution,
     F.conv2d: Fold.convolution,
     F.conv3d: Fold.convolution,
-    F.batch_norm: Fold.batch_norm,
-    F.layer_norm: Fold.layer_norm,
-    F.rms_norm: Fold.rms_norm,
-    F.group_norm: Fold.group_norm,
-    F.instance_norm: Fold.instance_norm,
+    F.batch_norm: norms.batch_norm,
+    F.layer_norm: norms.layer_norm,
+    F.rms_norm: norms.rms_norm,
+    F.group_norm: norms.group_norm,
+    F.instance_norm: norms.instance_norm,
     F.prelu: Fold.prelu,
     F.embedding: Fold.embedding,
     torch.matmul: Fold.matmul,
@@ -342,19 +218,17 @@ _ELEMENTWISE = {
     *("__div__", "__rdiv__", "__pow__", "__rpow__", "addcmul", "clamp", "sub_", "add_", "mul_", "div_"),
     *("__iadd__", "__isub__", "__imul__", "__itruediv__"),
 }
-_METADATA = {"dim", "size", "numel", "is_floating_point", "is_complex", "__len__", "stride", "nelement", "ndimension"}
-
-
-def _per_channel(parameter: Tensor, axes: int) -> Tensor:
-    """A parameter ``[F]`` as ``[F, 1, ...]``, to be laid over maps of that many axes."""
-    if not isinstance(parameter, Stacked):
-        return parameter.reshape(-1, *[1] * axes)
-    stack = raw(parameter)
-    return Stacked.of(stack.reshape(*stack.shape, *[1] * axes))
-
-
-def _name(func: Callable[..., Any]) -> str:
-    return getattr(func, "__name__", str(func))
+_METADATA = {
+    "dim",
+    "size",
+    "numel",
+    "is_floating_point",
+    "is_complex",
+    "__len__",
+    "stride",
+    "nelement",
+    "ndimension",
+}
 
 
 def _leaves(tree: Any) -> Iterator[Any]:

@@ -21,7 +21,7 @@ class GraphedRound:
         self.inputs = {name: tensor.clone() for name, tensor in inputs.items()}
         self.graph: torch.cuda.CUDAGraph | None = torch.cuda.CUDAGraph()
         # Libraries choose their algorithms and workspaces on first use, which a graph cannot hold.
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             function(self.inputs)

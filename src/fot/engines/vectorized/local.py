@@ -14,7 +14,8 @@ from fot.dropout import keyed_dropout
 from fot.engines.base import Training
 from fot.engines.sequential import LOSS
 from fot.engines.vectorized.cohort import FoldedBatch, Step
-from fot.engines.vectorized.folding import CannotBatch, Fold, Stacked
+from fot.engines.vectorized.folding import Fold
+from fot.engines.vectorized.stacked import CannotBatch, Stacked
 from fot.engines.vectorized.steps import LocalWeight, NeedsAutograd, Pace
 from fot.methods.base import Method
 from fot.network import Network, Tree
@@ -31,7 +32,9 @@ class FoldedNetwork(Network):
         self.padded: tuple[Tensor, Tensor | None] | None = None
         """The batch's samples, and which of them count."""
         self._mode: bool | None = None
-        self._tied = len(list(self.module.parameters())) < len(list(self.module.named_parameters(remove_duplicate=False)))
+        self._tied = len(list(self.module.parameters())) < len(
+            list(self.module.named_parameters(remove_duplicate=False))
+        )
 
     def __call__(self, params: Tree, x: Tensor, task: int, *, training: bool = False) -> Tensor:
         """The logits of a folded batch."""
@@ -44,7 +47,10 @@ class FoldedNetwork(Network):
             self.module.train(training)
             self._mode = training
         inputs = (x, task) if self.multi_head else (x,)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast), Fold(self.clients, valid):
+        with (
+            torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast),
+            Fold(self.clients, valid),
+        ):
             logits: Tensor = functional_call(self.module, folded, inputs, tie_weights=self._tied)
         return logits.to(self.dtype)
 
@@ -67,7 +73,9 @@ class LocalTraining:
         kind = type(self.method)
         return kind.loss is Method.loss and kind.precondition is Method.precondition
 
-    def run(self, params: Tree, task: int, clients: int, steps: Iterator[Step], number: int, state: Tree) -> Tree:
+    def run(
+        self, params: Tree, task: int, clients: int, steps: Iterator[Step], number: int, state: Tree
+    ) -> Tree:
         """Train from the model that all clients were sent.
 
         Parameters
@@ -91,7 +99,9 @@ class LocalTraining:
         tick = torch.zeros((), device=self.network.device, requires_grad=True)
         if self.plain:
             layers = _layer_weights(self.network.module) - self.by_autograd
-            network.local = {n: LocalWeight(n, params[n], clients, pace, tick) for n in trained if n in layers}
+            network.local = {
+                n: LocalWeight(n, params[n], clients, pace, tick) for n in trained if n in layers
+            }
         leaves = [name for name in trained if name not in network.local]
         params = dict(params)
         for name, _ in self.network.module.named_buffers():
@@ -110,10 +120,7 @@ class LocalTraining:
                 loss = self.method.loss(network, params, step.batch, state)
             found = torch.autograd.grad(loss, [tick, *(params[name] for name in leaves)], allow_unused=True)
             gradients = {name: g for name, g in zip(leaves, found[1:], strict=True) if g is not None}
-            for name, direction in self.method.precondition(network, gradients, state).items():
-                old = params[name].detach()
-                new = old - self.training.lr * (direction + self.training.weight_decay * old)
-                params[name] = new if step.active is None else torch.where(_along(step.active, old), new, old)
+            self._step(params, self.method.precondition(network, gradients, state), step)
             losses.append(_own_losses(loss.detach(), step, self.plain))
             taken.append(1 if step.active is None else step.active)
         for name, local in network.local.items():
@@ -124,13 +131,24 @@ class LocalTraining:
         return {name: params[name].detach() for name in (*sent, LOSS)}
 
     def names(self, task: int) -> tuple[list[str], list[str], list[str]]:
-        """What a task trains, what it moves besides (running statistics), and what clients send of all that."""
+        """What a task trains, what else it moves (running statistics), and what clients send of all that."""
         if task not in self._names:
             trained = self.network.trained(task)
-            self._names = {
-                task: (trained, _moving(self.network.module), [*trained, *self.network.carried()])
-            }
+            self._names = {task: (trained, _moving(self.network.module), [*trained, *self.network.carried()])}
         return self._names[task]
+
+    def _step(self, params: Tree, directions: Tree, step: Step) -> None:
+        """W <- W - lr (direction + decay·W) for what is left to autograd: few calls for many small stacks."""
+        if not directions:
+            return
+        old = [params[name].detach() for name in directions]
+        along = list(directions.values())
+        if self.training.weight_decay:
+            along = list(torch._foreach_add(along, old, alpha=self.training.weight_decay))
+        new = list(torch._foreach_sub(old, along, alpha=self.training.lr))
+        if step.active is not None:
+            new = [torch.where(_along(step.active, o), n, o) for n, o in zip(new, old, strict=True)]
+        params.update(zip(directions, new, strict=True))
 
     def _keep(self, step: Step) -> float | Tensor:
         decay = self.training.lr * self.training.weight_decay

@@ -15,30 +15,32 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+Adjoint = tuple[Tensor | None, Tensor | None]
+"""Gradients at the samples and at the weights, those that were asked for."""
+
 
 class Linear:
     """y = x Wᵀ, one batched matrix product for the whole cohort."""
 
     def forward(self, x: Tensor, w: Tensor) -> Tensor:
-        return torch.bmm(self.rows(x, w), w.transpose(1, 2)).view(*x.shape[:-1], w.shape[1])
+        return torch.bmm(rows(x, w), w.mT).view(*x.shape[:-1], w.shape[1])
 
-    def to_samples(self, d: Tensor, w: Tensor, x: Tensor) -> Tensor:
-        return torch.bmm(self.rows(d, w), w).view(x.shape)
-
-    def to_weights(self, d: Tensor, x: Tensor, w: Tensor) -> Tensor:
-        return torch.bmm(self.rows(d, w).transpose(1, 2), self.rows(x, w))
+    def adjoint(self, d: Tensor, x: Tensor, w: Tensor, samples: bool, weights: bool) -> Adjoint:
+        """The gradients d W, at the samples, and dᵀ x, at the weights."""
+        return (
+            torch.bmm(rows(d, w), w).view(x.shape) if samples else None,
+            torch.bmm(rows(d, w).mT, rows(x, w)) if weights else None,
+        )
 
     def step(self, d: Tensor, x: Tensor, w: Tensor, keep: float, lr: float, in_place: bool) -> Tensor:
-        """keep·W - lr·(gradient), without forming the gradient."""
-        d, x = self.rows(d, w).transpose(1, 2), self.rows(x, w)
-        if in_place:
-            return w.baddbmm_(d, x, beta=keep, alpha=-lr)
-        return torch.baddbmm(w, d, x, beta=keep, alpha=-lr)
+        """keep·W - lr·dᵀx, without forming the gradient."""
+        add = w.baddbmm_ if in_place else w.baddbmm
+        return add(rows(d, w).mT, rows(x, w), beta=keep, alpha=-lr)
 
-    @staticmethod
-    def rows(x: Tensor, w: Tensor) -> Tensor:
-        """A folded tensor as one matrix a client."""
-        return x.reshape(w.shape[0], -1, x.shape[-1])
+
+def rows(x: Tensor, w: Tensor) -> Tensor:
+    """A folded tensor as one matrix a client."""
+    return x.reshape(w.shape[0], -1, x.shape[-1])
 
 
 class Convolution:
@@ -72,35 +74,35 @@ class Convolution:
         y = torch.bmm(columns, self.matrix(w).transpose(1, 2))
         return y.view(x.shape[0], *size, w.shape[1]).movedim(-1, 1)
 
-    def to_samples(self, d: Tensor, w: Tensor, x: Tensor) -> Tensor:
+    def adjoint(self, d: Tensor, x: Tensor, w: Tensor, samples: bool, weights: bool) -> Adjoint:
+        """The gradients at the samples and at the filters."""
         if not self._patches(x):
-            return self._adjoint(d, w, x, samples=True)
+            return self._native_adjoint(d, x, w, samples, weights)
+        by_client = d.movedim(1, -1).reshape(len(w), -1, d.shape[1])
+        at_samples = self._spread(torch.bmm(by_client, self.matrix(w)), x, d) if samples else None
+        if not weights:
+            return at_samples, None
+        gradient = torch.bmm(by_client.mT, self.columns(x, len(w))[0])
+        return at_samples, gradient.view(*w.shape[:2], *self.kernel, w.shape[2]).movedim(-1, 2)
+
+    def _spread(self, columns: Tensor, x: Tensor, d: Tensor) -> Tensor:
+        """Add the gradients of all windows up where the windows came from: the adjoint of ``columns``."""
         size = d.shape[2:]
-        columns = torch.bmm(self._by_client(d, w.shape[0]), self.matrix(w))
         columns = columns.view(x.shape[0], *size, *self.kernel, x.shape[1]).movedim(-1, 1)
         lengths = [n + a + b for n, a, b in zip(x.shape[2:], self.before, self.after, strict=True)]
-        padded = x.new_zeros(x.shape[0], *lengths, x.shape[1]).movedim(-1, 1)
-        # Each offset of the window meets each input at most once: the sum over offsets is the adjoint.
+        padded = columns.new_zeros(x.shape[0], *lengths, x.shape[1]).movedim(-1, 1)
+        # Each offset within the window meets each input at most once.
         for offset in every(*map(range, self.kernel)):
             where = [
-                slice(o * d, o * d + (n - 1) * s + 1, s)
-                for o, d, s, n in zip(offset, self.dilation, self.stride, size, strict=True)
+                slice(o * by, o * by + (n - 1) * s + 1, s)
+                for o, by, s, n in zip(offset, self.dilation, self.stride, size, strict=True)
             ]
-            padded[(slice(None), slice(None), *where)] += columns[(..., *offset)]
-        inside = [slice(b, b + n) for b, n in zip(self.before, x.shape[2:], strict=True)]
-        return padded[(slice(None), slice(None), *inside)]
+            padded[(slice(None), slice(None), *where)] += columns[(..., *offset)]  # type: ignore[index]
+        return padded[self._inside(x)]
 
-    def to_weights(self, d: Tensor, x: Tensor, w: Tensor) -> Tensor:
-        if not self._patches(x):
-            return self._adjoint(d, w, x, samples=False)
-        columns, _ = self.columns(x, w.shape[0])
-        gradient = torch.bmm(self._by_client(d, w.shape[0]).transpose(1, 2), columns)
-        return gradient.view(*w.shape[:2], *self.kernel, w.shape[2]).movedim(-1, 2)
-
-    def step(self, d: Tensor, x: Tensor, w: Tensor, keep: float, lr: float, in_place: bool) -> Tensor:
-        """keep·W - lr·(gradient)."""
-        gradient = self.to_weights(d, x, w)
-        return (w.mul_(keep) if in_place else w * keep).sub_(gradient, alpha=lr)
+    def _inside(self, x: Tensor) -> tuple[slice, ...]:
+        inner = (slice(b, b + n) for b, n in zip(self.before, x.shape[2:], strict=True))
+        return (slice(None), slice(None), *inner)
 
     def columns(self, x: Tensor, clients: int) -> tuple[Tensor, tuple[int, ...]]:
         """The windows of each client's samples as the rows of one matrix, and the size of the maps."""
@@ -126,9 +128,6 @@ class Convolution:
     def _patches(self, x: Tensor) -> bool:
         return self.groups == 1 and (x.is_cuda if self.by_patches is None else self.by_patches)
 
-    def _by_client(self, d: Tensor, clients: int) -> Tensor:
-        return d.movedim(1, -1).reshape(clients, -1, d.shape[1])
-
     def _symmetric(self, x: Tensor) -> tuple[tuple[int, ...], Tensor]:
         """Padding that the library's convolution can do itself, or none and an input padded beforehand."""
         if self.before == self.after:
@@ -141,20 +140,19 @@ class Convolution:
             x, w, None, self.stride, padding, self.dilation, False, (0,) * len(padding), self.groups
         )
 
-    def _adjoint(self, d: Tensor, w: Tensor, x: Tensor, *, samples: bool) -> Tensor:
+    def _native_adjoint(self, d: Tensor, x: Tensor, w: Tensor, samples: bool, weights: bool) -> Adjoint:
         padding, padded = self._symmetric(x)
-        found = []
-        for one_d, one_x, filters in zip(d.chunk(w.shape[0]), padded.chunk(w.shape[0]), w, strict=True):
-            both = torch.ops.aten.convolution_backward(
+        both = [
+            torch.ops.aten.convolution_backward(
                 one_d, one_x, filters, None, self.stride, padding, self.dilation, False,
-                (0,) * len(padding), self.groups, [samples, not samples, False],
-            )  # fmt: skip
-            found.append(both[0] if samples else both[1])
-        if not samples:
-            return torch.stack(found)
-        whole = torch.cat(found)
-        inside = [slice(b, b + n) for b, n in zip(self.before, x.shape[2:], strict=True)]
-        return whole if padded is x else whole[(slice(None), slice(None), *inside)]
+                (0,) * len(padding), self.groups, [samples, weights, False],
+            )
+            for one_d, one_x, filters in zip(d.chunk(len(w)), padded.chunk(len(w)), w, strict=True)
+        ]  # fmt: skip
+        at_samples = torch.cat([found[0] for found in both]) if samples else None
+        if at_samples is not None and padded is not x:
+            at_samples = at_samples[self._inside(x)]
+        return at_samples, torch.stack([found[1] for found in both]) if weights else None
 
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -162,7 +160,7 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 def product(operation: Linear | Convolution, x: Tensor, w: Tensor) -> Tensor:
     """The operation on folded samples and a stack of weights; gradients flow to both."""
-    result: Tensor = _Product.apply(lowered(x), lowered(w), operation)
+    result: Tensor = _Product.apply(lowered(x), lowered(w), operation)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -182,12 +180,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, w = ctx.saved_tensors
-        to_samples, to_weights, _ = ctx.needs_input_grad
-        return (
-            ctx.operation.to_samples(d, w, x) if to_samples else None,
-            ctx.operation.to_weights(d, x, w) if to_weights else None,
-            None,
-        )
+        return (*ctx.operation.adjoint(d, x, w, *ctx.needs_input_grad[:2]), None)
 
 
 def _each(value: Any, axes: int) -> tuple[int, ...]:

@@ -54,7 +54,9 @@ class LocalWeight:
     [[[-0.5, -0.0]], [[-0.0, -1.5]]]
     """
 
-    def __init__(self, name: str, weight: Tensor, clients: int, pace: Pace, tick: Tensor | None = None) -> None:
+    def __init__(
+        self, name: str, weight: Tensor, clients: int, pace: Pace, tick: Tensor | None = None
+    ) -> None:
         self.name = name
         self.shared = weight
         self.clients = clients
@@ -71,7 +73,7 @@ class LocalWeight:
         if self.form is None:
             self.form = self._choose(operation, x)
         self.waiting = torch.is_grad_enabled()
-        y: Tensor = _Stepped.apply(lowered(x), self.tick, self, operation)
+        y: Tensor = _Stepped.apply(lowered(x), self.tick, self, operation)  # type: ignore[no-untyped-call]
         return y
 
     def refuse(self) -> None:
@@ -104,8 +106,7 @@ class _Stepped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, None, None, None]:
         (x,), local = ctx.saved_tensors, ctx.local
-        below = local.form.to_samples(ctx.operation, d, x, local.pace) if ctx.needs_input_grad[0] else None
-        local.form.step(ctx.operation, d, x, local.pace)
+        below = local.form.backward(ctx.operation, d, x, local.pace, ctx.needs_input_grad[0])
         local.waiting = False
         return below, None, None, None
 
@@ -119,16 +120,24 @@ class _Dense:
     def forward(self, operation: Linear | Convolution, x: Tensor, pace: Pace) -> Tensor:
         return operation.forward(x, self.weight.to(x.dtype))
 
-    def to_samples(self, operation: Linear | Convolution, d: Tensor, x: Tensor, pace: Pace) -> Tensor:
-        return operation.to_samples(d, self.weight.to(d.dtype), x)
-
-    def step(self, operation: Linear | Convolution, d: Tensor, x: Tensor, pace: Pace) -> None:
+    def backward(
+        self, operation: Linear | Convolution, d: Tensor, x: Tensor, pace: Pace, samples: bool
+    ) -> Tensor | None:
+        fused = isinstance(operation, Linear)
+        below, gradient = operation.adjoint(d, x, self.weight.to(d.dtype), samples, weights=not fused)
         keep, kind = pace.keep, self.weight.dtype
         if isinstance(keep, Tensor):
             self.weight = self.weight * keep.reshape(-1, *[1] * (self.weight.dim() - 1))
             keep, self.own = 1.0, True
-        self.weight = operation.step(d.to(kind), x.to(kind), self.weight, keep, pace.lr, in_place=self.own)
+        if isinstance(operation, Linear):
+            self.weight = operation.step(
+                d.to(kind), x.to(kind), self.weight, keep, pace.lr, in_place=self.own
+            )
+        elif gradient is not None:
+            kept = self.weight.mul_(keep) if self.own else self.weight * keep
+            self.weight = kept.sub_(gradient, alpha=pace.lr)
         self.own = True
+        return below
 
     def stack(self) -> Tensor:
         return self.weight
@@ -146,8 +155,17 @@ class _Factored:
     def forward(self, operation: Linear, x: Tensor, pace: Pace) -> Tensor:
         return self._corrected(x, self.weight.t(), self.x, self.d, pace)
 
-    def to_samples(self, operation: Linear, d: Tensor, x: Tensor, pace: Pace) -> Tensor:
-        return self._corrected(d, self.weight, self.d, self.x, pace)
+    def backward(self, operation: Linear, d: Tensor, x: Tensor, pace: Pace, samples: bool) -> Tensor | None:
+        below = self._corrected(d, self.weight, self.d, self.x, pace) if samples else None
+        keep, clients = pace.keep, len(self.scale)
+        self.scale = self.scale * (keep.reshape(-1, 1, 1) if isinstance(keep, Tensor) else keep)
+        n = x.numel() // x.shape[-1] // clients
+        here = slice(self.filled, self.filled + n)
+        self.x[:, here] = x.reshape(clients, n, -1)
+        self.d[:, here] = d.reshape(clients, n, -1) / self.scale
+        self.filled += n
+        self.lr = pace.lr
+        return below
 
     def _corrected(self, rows: Tensor, matrix: Tensor, first: Tensor, second: Tensor, pace: Pace) -> Tensor:
         """s·(rows·M - lr·(rows·firstᵀ)·second): forward with (X_h, D_h), backward with (D_h, X_h)."""
@@ -155,19 +173,11 @@ class _Factored:
         kind = rows.dtype
         result = (rows.flatten(0, -2) @ matrix.to(kind)).view(len(self.scale), -1, matrix.shape[1])
         if self.filled:
-            met = torch.bmm(rows.reshape(len(self.scale), -1, rows.shape[-1]), first[:, : self.filled].mT.to(kind))
+            met = torch.bmm(
+                rows.reshape(len(self.scale), -1, rows.shape[-1]), first[:, : self.filled].mT.to(kind)
+            )
             result = result.baddbmm_(met, second[:, : self.filled].to(kind), alpha=-pace.lr)
         return result.mul_(self.scale).view(shape)
-
-    def step(self, operation: Linear, d: Tensor, x: Tensor, pace: Pace) -> None:
-        keep = pace.keep
-        self.scale = self.scale * (keep.reshape(-1, 1, 1) if isinstance(keep, Tensor) else keep)
-        rows = x.numel() // x.shape[-1] // len(self.scale)
-        here = slice(self.filled, self.filled + rows)
-        self.x[:, here] = x.reshape(len(self.scale), rows, -1)
-        self.d[:, here] = d.reshape(len(self.scale), rows, -1) / self.scale
-        self.filled += rows
-        self.lr = pace.lr
 
     def stack(self) -> Tensor:
         x, d = self.x[:, : self.filled], self.d[:, : self.filled]
