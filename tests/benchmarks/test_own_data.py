@@ -47,8 +47,9 @@ def test_tensors(tmp_path):
     x, y = torch.randn(10, 7), torch.arange(10) % 2
     data = from_tensors("mine", (x, y), (x[:4], y[:4]), owners=torch.arange(10) + 5)
     assert np.array_equal(data.train_x, x.numpy()) and data.owners.tolist() == list(range(10))
-    data = from_tensors("mine", (x, y), owners=torch.arange(10))
+    data = from_tensors("mine", (x, y), owners=torch.arange(10) % 4)
     rows = (data.train_x[:, None] == x.numpy()).all(2).argmax(1)
+    assert np.array_equal(data.owners, rows % 4)
     assert len(data.test_y) == 2 and np.array_equal(data.train_y, y.numpy()[rows])
 
 

@@ -274,6 +274,6 @@ def _own_sequence(
 
 
 def _own(path: str, label: str, owner: str, size: int, test_share: float) -> Dataset:
-    if not path:
+    if not path or not isinstance(path, str):
         raise UserError("data of your own need a path: set benchmark.path to a folder, .npz or .csv")
     return read(path, label=label, owner=owner, size=size, test_share=test_share)

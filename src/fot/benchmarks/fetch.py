@@ -88,8 +88,9 @@ def check(name: str, data_dir: str | Path | None = None) -> list[str]:
     for file in (*SOURCES[name].files, *SOURCES[name].otherwise) if name in SOURCES else ():
         for path in {found[0] / file.name, root / file.name}:
             if path.exists():
-                same = "is" if file.is_whole(path) else "is NOT (it may be a recompressed copy)"
-                lines.append(f"  {path.name} {same} the published file, by {file.digest.split(':')[0]}")
+                kind = file.digest.split(":")[0]
+                same = "is the published file" if file.is_whole(path) else "is NOT the published file"
+                lines.append(f"  {path.name} {same}, by {kind}")
     per_class = [int((data.train_y == c).sum()) for c in range(data.classes)]
     lines.append(
         f"  {len(data.train_y)} + {len(data.test_y)} samples of {tuple(data.train_x.shape[1:])},"
