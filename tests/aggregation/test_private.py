@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -175,6 +176,21 @@ def test_private_updates_are_accounted_over_rounds_with_and_without_sampling():
     assert report["epsilon"] == pytest.approx(gaussian_epsilon(4 / math.sqrt(10), 1e-5), rel=1e-9)
     assert report["epsilon_released"] == pytest.approx(0.17255, abs=1e-4)
     assert report["epsilon_released"] < report["epsilon"] / 4
+
+
+def test_the_accountant_survives_a_checkpoint():
+    privacy = Privacy(noise=3.0, population=50)
+    _, aggregation = summed("plain", some_arrays(), privacy)
+    resumed = make_aggregation("plain", seed=0, privacy=privacy)
+    resumed.restore(json.loads(json.dumps(aggregation.state())))
+    assert resumed.report() == aggregation.report()
+    assert resumed.accountant.releases == [(3.0, (5, 50))]
+
+
+def test_units():
+    assert Privacy().scale("metric/loss") == 100.0 and Privacy().scale("conv.weight") == 1.0
+    privacy = Privacy(scales={"metric/loss": 3.0, "*/energy": 20.0})
+    assert privacy.scale("metric/loss") == 3.0 and privacy.scale("fc/energy") == 20.0
 
 
 def test_sums_that_are_not_private_pass_through_and_are_not_claimed():

@@ -52,7 +52,8 @@ class Privacy:
         From how many clients a cohort is drawn uniformly; 0 claims no amplification by sampling.
     scales : mapping, optional
         The public unit of an array by a pattern on its name, for arrays of unlike size: norms are measured,
-        and noise is added, in that unit.
+        and noise is added, in that unit. It is 1 by default and 100 for metrics ("metric/..."), which nothing
+        depends on and which should not take the room of what is learnt from.
     """
 
     epsilon: float = 5.0
@@ -96,8 +97,8 @@ class Privacy:
 
     def scale(self, name: str) -> float:
         """The unit of an array."""
-        matching = (s for pattern, s in (self.scales or {}).items() if fnmatchcase(name, pattern))
-        return next(matching, 1.0)
+        units = [*(self.scales or {}).items(), ("metric/*", 100.0)]
+        return next((unit for pattern, unit in units if fnmatchcase(name, pattern)), 1.0)
 
 
 class PrivateAggregation:
@@ -122,6 +123,14 @@ class PrivateAggregation:
         self.seed = seed
         self.codec = codec
         self.accountant = Accountant(privacy.delta)
+
+    def state(self) -> list[Any]:
+        """What a checkpoint must keep of the accountant, as JSON can hold it."""
+        return [[noise, sample] for noise, sample in self.accountant.releases]
+
+    def restore(self, state: list[Any]) -> None:
+        """Take up where `state` left off."""
+        self.accountant.releases = [(noise, tuple(sample) if sample else None) for noise, sample in state]
 
     def open(self, cohort: Sequence[int], *, kind: Kind, path: tuple[int, ...]) -> Summation:
         """Begin a sum, private if sums of its kind are."""
