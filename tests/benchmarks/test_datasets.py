@@ -240,7 +240,7 @@ def test_a_mislabelled_set_is_refused(tmp_path):
     rows = np.fromfile(folder / "cifar-10-batches-bin/data_batch_2.bin", np.uint8)
     rows[0] = 12
     rows.tofile(folder / "cifar-10-batches-bin/data_batch_2.bin")
-    with pytest.raises(UserError, match="labels from 0 to 12"):
+    with pytest.raises(UserError, match="cifar-10-batches-bin: training labels from 0 to 12"):
         load("cifar10", tmp_path)
 
 

@@ -67,7 +67,7 @@ def load(name: str, data_dir: str | Path | None = None) -> Dataset:
         remedy = f"run `fot data fetch {name} --data-dir {root}`, or " if known.fetchable else ""
         raise UserError(f"{name} is not in {root}: {remedy}put {known.layout} into {root / name}")
     folder, reader = found
-    data = replace(reader(folder), name=name)
+    data = replace(reader(folder), name=name)  # until here its name is its folder, for the errors' sake
     counts = (len(data.train_y), len(data.test_y))
     if counts != KNOWN[name].counts:
         publisher = KNOWN[name].counts
@@ -110,22 +110,22 @@ def _idx_set(folder: Path) -> Dataset:
             raise UserError(f"{folder}: {split} pictures of shape {x.shape} and labels of shape {y.shape}")
         arrays += [x[:, None], y.astype(np.int64)]
     train_x, train_y, test_x, test_y = arrays
-    return Dataset("idx", train_x, train_y, test_x, test_y, 10)
+    return Dataset(str(folder), train_x, train_y, test_x, test_y, 10)
 
 
 def _cifar10_binary(folder: Path) -> Dataset:
     train = [read_cifar_binary(folder / f"data_batch_{k}.bin", 1) for k in range(1, 6)]
-    return _cifar(train, read_cifar_binary(folder / "test_batch.bin", 1), 10)
+    return _cifar(folder, train, read_cifar_binary(folder / "test_batch.bin", 1), 10)
 
 
 def _cifar10_python(folder: Path) -> Dataset:
     train = [read_pickled_cifar(folder / f"data_batch_{k}", "labels") for k in range(1, 6)]
-    return _cifar(train, read_pickled_cifar(folder / "test_batch", "labels"), 10)
+    return _cifar(folder, train, read_pickled_cifar(folder / "test_batch", "labels"), 10)
 
 
 def _cifar100_binary(folder: Path) -> Dataset:
     data = _cifar(
-        [read_cifar_binary(folder / "train.bin", 2)], read_cifar_binary(folder / "test.bin", 2), 100
+        folder, [read_cifar_binary(folder / "train.bin", 2)], read_cifar_binary(folder / "test.bin", 2), 100
     )
     names = folder / "fine_label_names.txt"
     if names.exists():
@@ -138,14 +138,17 @@ def _cifar100_binary(folder: Path) -> Dataset:
 
 def _cifar100_python(folder: Path) -> Dataset:
     train, test = (read_pickled_cifar(folder / split, "fine_labels") for split in ("train", "test"))
-    return _cifar([train], test, 100)
+    return _cifar(folder, [train], test, 100)
 
 
 def _cifar(
-    train: list[tuple[np.ndarray, np.ndarray]], test: tuple[np.ndarray, np.ndarray], classes: int
+    folder: Path,
+    train: list[tuple[np.ndarray, np.ndarray]],
+    test: tuple[np.ndarray, np.ndarray],
+    classes: int,
 ) -> Dataset:
     x, y = (parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in zip(*train, strict=True))
-    return Dataset("cifar", x, y, test[0], test[1], classes)
+    return Dataset(str(folder), x, y, test[0], test[1], classes)
 
 
 def _svhn(folder: Path) -> Dataset:
@@ -162,7 +165,7 @@ def _svhn(folder: Path) -> Dataset:
         y[y == 10] = 0  # SVHN writes the digit 0 as 10
         arrays += [x.transpose(3, 2, 0, 1), y]
     train_x, train_y, test_x, test_y = arrays
-    return Dataset("svhn", train_x, train_y, test_x, test_y, 10)
+    return Dataset(str(folder), train_x, train_y, test_x, test_y, 10)
 
 
 def _notmnist(folder: Path) -> Dataset:
