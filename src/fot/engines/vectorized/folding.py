@@ -176,10 +176,17 @@ class Fold(TorchFunctionMode):
         return x.clamp(min=0) + self.elementwise(torch.mul, (x.clamp(max=0), slope), {})
 
     def embedding(
-        self, rows: Tensor, weight: Tensor, padding_idx: int | None = None, *rest: Any, **more: Any
+        self,
+        rows: Tensor,
+        weight: Tensor,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
     ) -> Tensor:
         """Each client looks up its own table."""
-        if any(option for option in (*rest, *more.values())):
+        if max_norm is not None or scale_grad_by_freq or sparse:
             raise CannotBatch("embedding with max_norm, scale_grad_by_freq or sparse has no rule")
         if isinstance(rows, Stacked):
             raise CannotBatch("embedding of a parameter")

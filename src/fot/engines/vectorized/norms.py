@@ -72,7 +72,7 @@ def _track(
 ) -> None:
     """Move each client's running statistics, as torch does: the variance by its unbiased estimate."""
     counts, _ = _counts(fold, x)
-    moved = rate * (counts > 0)  # a client without samples in this step stays where it is
+    moved = rate * (counts > 0).to(x.dtype)  # a client without samples in this step stays where it is
     unbiased = var * counts / (counts - 1).clamp(min=1)
     with torch.no_grad():
         for running, now in ((means, mean), (variances, unbiased)):

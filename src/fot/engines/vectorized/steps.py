@@ -48,10 +48,10 @@ class LocalWeight:
     Two clients, one step each on their own sample; the layer starts at zero and D is 1 everywhere.
 
     >>> local = LocalWeight("fc", torch.zeros(1, 2), clients=2, pace=Pace(lr=0.5, steps=1))
-    >>> x, tick = torch.tensor([[1.0, 0.0], [0.0, 3.0]]), local.tick
+    >>> x, tick = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), local.tick
     >>> _ = torch.autograd.grad(local.apply(Linear(), x).sum(), tick, allow_unused=True)
     >>> local.stack().tolist()
-    [[[-0.5, -0.0]], [[-0.0, -1.5]]]
+    [[[-0.5, -1.0]], [[-1.5, -2.0]]]
     """
 
     def __init__(
