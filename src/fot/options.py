@@ -39,6 +39,8 @@ class Between:
     def __str__(self) -> str:
         if self.high == math.inf:
             return f"at least {self.low:g}"
+        if self.low == -math.inf:
+            return f"at most {self.high:g}"
         return f"from {self.low:g} to {self.high:g}"
 
 
@@ -54,9 +56,7 @@ def checked(
         for name, parameter in inspect.signature(target).parameters.items()
         if name not in given and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
     }
-    hints = typing.get_type_hints(
-        target if inspect.isfunction(target) else _annotated(target), include_extras=True
-    )
+    hints = _hints(target)
     for name in table:
         if name not in allowed:
             close = difflib.get_close_matches(name, allowed, n=1)
@@ -65,7 +65,7 @@ def checked(
             raise UserError(f"{where}.{name}: no such option{hint} (allowed: {listed})")
     missing = [n for n, p in allowed.items() if p.default is p.empty and n not in table]
     if missing:
-        raise UserError(f"{where}.{missing[0]}: missing; allowed: {_describe(hints[missing[0]])}")
+        raise UserError(f"{where}.{missing[0]}: missing; allowed: {_describe(hints.get(missing[0], Any))}")
     return {name: convert(value, hints.get(name, Any), f"{where}.{name}") for name, value in table.items()}
 
 
@@ -79,19 +79,18 @@ def convert(value: Any, hint: Any, where: str) -> Any:
     """``value`` as the annotated type ``hint``, or a UserError that names ``where`` and what is allowed."""
     bare, bounds = _strip(hint)
     for form in get_args(bare) if get_origin(bare) in (Union, types.UnionType) else (bare,):
+        form, own = _strip(form)
         found, result = _match(value, form, where)
         if found:
-            if bounds and isinstance(result, (int, float)) and not bounds.low <= result <= bounds.high:
+            allowed = own or bounds
+            if allowed and isinstance(result, (int, float)) and not allowed.low <= result <= allowed.high:
                 raise UserError(f"{where}: {value!r} is out of range; allowed: {_describe(hint)}")
             return result
     raise UserError(f"{where}: {value!r} is not allowed; allowed: {_describe(hint)}")
 
 
 def _match(value: Any, form: Any, where: str) -> tuple[bool, Any]:
-    form, bounds = _strip(form)
     origin = get_origin(form)
-    if bounds:
-        return True, convert(value, Annotated[form, bounds], where)
     if form is Any:
         return True, value
     if form in (None, type(None)):
@@ -100,10 +99,10 @@ def _match(value: Any, form: Any, where: str) -> tuple[bool, Any]:
         return value in get_args(form), value
     if form is bool or isinstance(value, bool):
         return form is bool and isinstance(value, bool), value
-    if form is float:
-        return isinstance(value, (int, float)) and not math.isnan(value), float(value) if isinstance(
-            value, (int, float)
-        ) else value
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return False, value  # no tensor holds it
+    if form is float and isinstance(value, (int, float)):
+        return not math.isnan(value), float(value)
     if form in (int, str):
         return isinstance(value, form), value
     if origin in (tuple, list) or origin is Sequence:
@@ -144,6 +143,10 @@ def _describe(hint: Any) -> str:
     return f"{text} {bounds}" if bounds else text
 
 
-def _annotated(target: Callable[..., Any]) -> Any:
-    """Where the annotations of a class's constructor stand: its own for a dataclass."""
-    return target if hasattr(target, "__dataclass_fields__") else target.__init__  # type: ignore[misc]
+def _hints(target: Callable[..., Any]) -> dict[str, Any]:
+    """The annotations of a function, of a dataclass, or of another class's constructor."""
+    own = inspect.isfunction(target) or hasattr(target, "__dataclass_fields__")
+    try:
+        return typing.get_type_hints(target if own else target.__init__, include_extras=True)  # type: ignore[misc]
+    except NameError:  # a name that is imported for type checkers only: nothing to check against
+        return {}
