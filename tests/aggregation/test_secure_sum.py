@@ -29,7 +29,8 @@ def expected(arrays, cohort, included, kind, **options):
 
 
 def assert_same(sums, reference):
-    assert sums.clients == reference.clients and sums.arrays.keys() == reference.arrays.keys()
+    assert (sums.clients, sums.clipped) == (reference.clients, reference.clipped)
+    assert sums.arrays.keys() == reference.arrays.keys()
     for name, array in reference.arrays.items():
         assert torch.equal(sums.arrays[name], array), name
         assert sums.arrays[name].dtype == array.dtype
@@ -44,7 +45,7 @@ def test_exact_sums_whichever_third_drops_out_and_whenever(data):
     gone = {u: data.draw(st.integers(0, 3)) for u in third}
     kind = data.draw(st.sampled_from(["update", "statistics"]))
     bits = data.draw(st.sampled_from([21, 32]))
-    options = {"update_bits": bits, "clips": {"sketch": 1000.0}}
+    options = {"update_bits": bits, "clips": {"sketch": data.draw(st.sampled_from([50.0, 1000.0]))}}
     summation = make_aggregation("secure", seed=0, dropouts=lambda path: gone, workers=1, **options).open(
         cohort, kind=kind, path=(0, 0)
     )
@@ -153,6 +154,19 @@ def test_steady_rounds_recover_from_dropouts():
     assert exchanges == [4, 4, 2, 4, 4, 4, 4]  # whoever vanished had not advertised for the round after
 
 
+def test_a_silent_client_has_not_advertised_for_the_next_round():
+    aggregation = make_aggregation("secure", seed=0)
+    for number in range(3):
+        _, sums = run(aggregation, range(5), (0, number))
+    summation = aggregation.open(range(5), kind="update", path=(0, 3))
+    assert aggregation.exchanges == 2
+    arrays = some_arrays(5)
+    summation.add([0, 1, 2, 3], {name: array[:4] for name, array in arrays.items()})
+    assert_same(summation.close(), expected(arrays, list(range(5)), [0, 1, 2, 3], "update"))
+    _, sums = run(aggregation, range(5), (0, 4))
+    assert aggregation.exchanges == 4 and sums.clients == (0, 1, 2, 3, 4)
+
+
 def test_bytes_are_counted_message_by_message():
     aggregation = make_aggregation("secure", seed=0)
     messages = []
@@ -163,7 +177,7 @@ def test_bytes_are_counted_message_by_message():
     up = sum(len(m) for kind in (1, 3, 5, 7) for m in by_type[kind])
     down = sum(len(m) for kind in (2, 4, 6) for m in by_type[kind])
     assert (sums.bytes_up, sums.bytes_down) == (round(up / 5), round(down / 5))
-    payload = 30 * 4 + 7 * 4 + 8 + 8  # weight, sketch (an update here), samples, loss
+    payload = 30 * 4 + 7 * 4 + 8 + 8 + 8  # weight, sketch (an update here), samples, loss; entries clipped
     assert len(by_type[5][0]) == 22 + payload
 
 

@@ -13,7 +13,7 @@ from fot.aggregation import make_aggregation
 from fot.aggregation.codec import Segment, packed_size, to_words
 from fot.aggregation.secure import client as client_side
 from fot.aggregation.secure import primitives, wire
-from fot.aggregation.secure.aggregation import STAGES, SecureAggregation
+from fot.aggregation.secure.aggregation import COUNT, STAGES, SecureAggregation
 from fot.aggregation.secure.client import Policy
 from fot.aggregation.secure.graph import degree_needed, threshold_of
 from fot.aggregation.secure.wire import Peer
@@ -110,7 +110,7 @@ def whole_cohort(clients: int, size: int, neighbours: int, *, bits: int = 32) ->
 def one_client(clients: int, size: int, *, bits: int = 32, plain_bits: int = 32) -> Cost:
     """One client of a complete graph, with true messages from all of its peers."""
     session, policy, threshold = bytes(16), Policy(), threshold_of(clients - 1, 0.6)
-    layout: list[Segment] = [(bits, size)]
+    layout: list[Segment] = [(bits, size), COUNT]
     peers = [client_side.advertise(u, session, policy)[0] for u in range(1, clients)]
     keys = [Peer(p.client, primitives.public_key(p.seal_key), _mask_public(p)) for p in peers]
     seconds = dict.fromkeys(STAGES, 0.0)
@@ -132,7 +132,7 @@ def one_client(clients: int, size: int, *, bits: int = 32, plain_bits: int = 32)
         wire.INBOX, session, 0, wire.write_entries([_sealed_for(p, advertised) for p in peers])
     )
     down += len(inbox)
-    words = [to_words(torch.arange(size), bits)]
+    words = [to_words(torch.arange(size), bits), to_words(torch.zeros(1, dtype=torch.int64), 64)]
     began = perf_counter()
     ready = client_side.collect(shared, inbox)
     masked, message = client_side.submit(ready, words, layout)

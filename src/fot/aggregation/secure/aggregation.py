@@ -25,6 +25,7 @@ from fot.aggregation.secure.client import Entropy, Policy
 from fot.aggregation.secure.server import Terms
 
 ADVERTISE, SHARE, INPUT, UNMASK = range(4)
+COUNT = (64, 1)  # the segment that every sum ends with: how many entries were clipped
 STAGES = ("advertise", "share", "input", "unmask")
 Dropouts = Callable[[tuple[int, ...]], Mapping[int, int]]  # path of a sum -> {client: stage it vanishes at}
 
@@ -223,7 +224,6 @@ class SecureSummation:
         self.codings: dict[str, Coding] = {}
         self.layout: list[tuple[int, int]] = []
         self.like: dict[str, tuple[torch.Size, torch.dtype, torch.device]] = {}
-        self.clipped = 0
 
     def add(self, clients: Sequence[int], arrays: dict[str, Tensor]) -> None:
         """Encode, mask and send one row of each array for each client."""
@@ -233,17 +233,19 @@ class SecureSummation:
             self.codings = self.parent.codec.codings(self.kind, self.ledger.shapes, len(self.ledger.cohort))
             self.like = {name: (array.shape[1:], array.dtype, array.device) for name, array in arrays.items()}
             self.layout = [(self.codings[n].bits, like[0].numel()) for n, like in self.like.items()]
+            self.layout.append(COUNT)
             session.collect(self.layout)
 
-        def mask(row: int) -> tuple[int, clients_side.Masked, bytes, int, float]:
+        def mask(row: int) -> tuple[int, clients_side.Masked, bytes, float]:
             began = perf_counter()
             words, clipped = [], 0
             for name, coding in self.codings.items():
                 integers, lost = coding.encode(arrays[name][row])
                 words.append(to_words(integers, coding.bits))
                 clipped += lost
+            words.append(to_words(torch.tensor([clipped]), 64))  # under the masks, like all that clients tell
             state, message = clients_side.submit(session.clients[clients[row]], words, self.layout)
-            return clients[row], state, message, clipped, perf_counter() - began
+            return clients[row], state, message, perf_counter() - began
 
         present = [
             row
@@ -253,8 +255,7 @@ class SecureSummation:
         with ThreadPoolExecutor(min(self.parent.workers, max(len(present), 1))) as pool:
             for start in range(0, len(present), 2 * self.parent.workers):  # a few masked inputs in memory
                 for done in pool.map(mask, present[start : start + 2 * self.parent.workers]):
-                    client, session.clients[client], message, clipped, seconds = done
-                    self.clipped += clipped
+                    client, session.clients[client], message, seconds = done
                     session.client_seconds[INPUT] += seconds
                     session.send(INPUT, message)
 
@@ -265,15 +266,17 @@ class SecureSummation:
         cohort, parent.upcoming = parent.upcoming, None
         upcoming = parent.new_session(cohort, {}) if cohort else None
         if upcoming:
-            # Who vanished from this sum has not advertised for the next.
-            upcoming.gone = dict.fromkeys(session.gone, ADVERTISE)
+            # Who sent no input has not advertised for the next sum with it.
+            silent = self.ledger.cohort - self.ledger.added | session.gone.keys()
+            upcoming.gone = dict.fromkeys(silent, ADVERTISE)
             parent.advertise(upcoming)
         total, included = session.unmask()
         if upcoming and len(upcoming.clients) >= parent.policy.minimum:
             upcoming.share()
             parent._prepared = upcoming
         arrays = {}
-        for words, (name, (shape, dtype, device)) in zip(total, self.like.items(), strict=True):
+        *vectors, (clipped,) = total
+        for words, (name, (shape, dtype, device)) in zip(vectors, self.like.items(), strict=True):
             integers = torch.from_numpy(from_words(words, self.codings[name].bits))
             arrays[name] = self.codings[name].decode(integers, dtype).reshape(shape).to(device)
         size = len(session.cohort)
@@ -282,5 +285,5 @@ class SecureSummation:
             clients=included,
             bytes_up=round(sum(session.up) / size),
             bytes_down=round(sum(session.down) / size),
-            clipped=self.clipped,
+            clipped=int(clipped),
         )
