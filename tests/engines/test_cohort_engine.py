@@ -102,7 +102,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "multi-head mlp": (lambda: mlp(inputs=12, hidden=(9, 8), multi_head=True), (12,)),
     "alexnet": (lambda: alexnet(channels=(4, 5, 6), hidden=(60, 70)), (3, 32, 32)),
     "resnet18": (lambda: resnet18(filters=2, size=16), (3, 16, 16)),
-    "resnet18_norm": (lambda: resnet18_norm(filters=2, size=32), (3, 32, 32)),
+    "resnet18_norm": (lambda: resnet18_norm(filters=4, size=32), (3, 32, 32)),
 }
 
 
