@@ -28,7 +28,7 @@ from fot.randomness import fold, uniform
 _WHOLE_CHANNELS = {functional.dropout1d, functional.dropout2d, functional.dropout3d}
 
 
-class keyed_dropout(TorchFunctionMode):  # noqa: N801 - used as a context, like torch.no_grad
+class keyed_dropout(TorchFunctionMode):
     """Draw dropout masks from ``keys``: one key, or a key for each client of a folded batch."""
 
     def __init__(self, keys: int | Tensor) -> None:
@@ -44,14 +44,19 @@ class keyed_dropout(TorchFunctionMode):  # noqa: N801 - used as a context, like 
         return func(*args, **(kwargs or {}))
 
     def _dropout(
-        self, func: Callable[..., Any], x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+        self,
+        func: Callable[..., Any],
+        x: Tensor,
+        p: float = 0.5,
+        training: bool = True,
+        inplace: bool = False,
     ) -> Tensor:
         if not training or p == 0:
             return x
         mask = self.mask(x.shape if func is functional.dropout else x.shape[:2], p, x.device)
         mask = mask.reshape(*mask.shape, *[1] * (x.dim() - mask.dim()))
-        scale = 1 / (1 - p) if p < 1 else 0.0
-        return x.mul_(mask * scale) if inplace else x * (mask * scale)
+        factor = mask.to(x.dtype) * (1 / (1 - p) if p < 1 else 0.0)
+        return x.mul_(factor) if inplace else x * factor
 
     def mask(self, shape: torch.Size, p: float, device: torch.device) -> Tensor:
         """The next mask: True where a unit is kept."""

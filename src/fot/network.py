@@ -46,6 +46,8 @@ class Network:
         self.dtype = dtype
         self.autocast = autocast
         """Whether matrix products run in bfloat16; parameters and sums keep their precision."""
+        # A buffer that starts out infinite (a causal mask) is a constant, and no difference of it is finite.
+        self._constant = {n for n, b in self.module.named_buffers() if not bool(b.isfinite().all())}
 
     @property
     def multi_head(self) -> bool:
@@ -77,15 +79,17 @@ class Network:
 
     def trained(self, task: int) -> list[str]:
         """The parameters that a client trains on ``task``: all but the heads of other tasks."""
+        own = f"heads.{task}."
         return [
             name
             for name, parameter in self.module.named_parameters()
-            if parameter.requires_grad and (not name.startswith("heads.") or name.startswith(f"heads.{task}."))
+            if parameter.requires_grad and (not name.startswith("heads.") or name.startswith(own))
         ]
 
     def carried(self) -> list[str]:
         """The buffers that training moves and clients send with their update: running statistics."""
-        return [name for name, buffer in self.module.named_buffers() if buffer.is_floating_point()]
+        buffers = self.module.named_buffers()
+        return [name for name, b in buffers if b.is_floating_point() and name not in self._constant]
 
 
 def save_tree(tree: Tree, path: Path) -> None:

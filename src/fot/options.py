@@ -147,6 +147,6 @@ def _hints(target: Callable[..., Any]) -> dict[str, Any]:
     """The annotations of a function, of a dataclass, or of another class's constructor."""
     own = inspect.isfunction(target) or hasattr(target, "__dataclass_fields__")
     try:
-        return typing.get_type_hints(target if own else target.__init__, include_extras=True)  # type: ignore[misc]
+        return typing.get_type_hints(target if own else target.__init__, include_extras=True)
     except NameError:  # a name that is imported for type checkers only: nothing to check against
         return {}

@@ -14,7 +14,7 @@ from typing import Annotated, Literal, Protocol
 import torch
 from torch import Tensor
 
-from fot.aggregation import Sums, Summation
+from fot.aggregation import Summation, Sums
 from fot.benchmarks.stream import Task
 from fot.errors import UserError
 from fot.methods.base import Server
@@ -36,6 +36,15 @@ class Training:
     batch_size: Annotated[int, Between(1)] = 32
     lr: Annotated[float, Between(0)] = 0.01
     weight_decay: Annotated[float, Between(0)] = 0.0
+
+    def __post_init__(self) -> None:
+        if self.rounds == ():
+            raise UserError("training.rounds: the list is empty; give a number, or one for each task")
+        if self.min_clients > self.cohort:
+            raise UserError(
+                f"training.min_clients: {self.min_clients} is more than the cohort of {self.cohort}, "
+                "so that every round would be void; lower it, or raise training.cohort"
+            )
 
     def rounds_of(self, task: int) -> int:
         """The rounds of a task; past the end of a list, its last entry holds."""
@@ -62,7 +71,9 @@ class EngineOptions:
             device = torch.device(self.device)
             torch.empty(0, device=device)
         except (RuntimeError, AssertionError):
-            raise UserError(f"engine.device: {self.device!r} is not to be had here; try auto or cpu") from None
+            raise UserError(
+                f"engine.device: {self.device!r} is not to be had here; try auto or cpu"
+            ) from None
         return device
 
 
@@ -86,9 +97,10 @@ class RoundOutcome:
     """What a round's training brought, once its sum was formed."""
 
     sums: Sums | None
-    """Summed updates and, under ``metric/loss``, the summed mean losses; None where no client is left."""
+    """Summed updates and, under ``metric/loss``, the summed mean losses, or summed statistics; None where
+    nothing is to be summed."""
     excluded: tuple[int, ...] = ()
-    """Clients whose update was not finite and which were left out."""
+    """Clients whose numbers were not finite and which were left out."""
     local_params: dict[int, Tree] = field(default_factory=dict)
     """Each client's own model after training, where the method asks for it."""
 
@@ -122,8 +134,12 @@ class Engine(Protocol):
         summation: Summation,
         *,
         local_params: dict[int, Tree],
+        positions: Sequence[int] | None = None,
     ) -> RoundOutcome:
-        """Let clients take part at the end of a task; updates ``clients``, their states, in place."""
+        """Let clients take part at the end of a task; updates ``clients``, their states, in place.
+
+        ``positions`` are the participants' places among all that take part, where these are only some.
+        """
 
     def evaluate(self, params: Tree, x: Tensor, y: Tensor, task: int) -> float:
         """Accuracy in percent."""

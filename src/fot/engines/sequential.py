@@ -14,6 +14,7 @@ from fot.aggregation import Summation
 from fot.benchmarks.stream import Task
 from fot.dropout import keyed_dropout
 from fot.engines.base import RoundKeys, RoundOutcome, Training
+from fot.errors import NotFinite
 from fot.methods.base import Batch, ClientData, Method, Server
 from fot.network import Network, Tree
 from fot.randomness import fold, permutation
@@ -68,14 +69,15 @@ class SequentialEngine:
         order, dropout, augment = (fold(k, client) for k in (keys.order, keys.dropout, keys.augment))
         trained = self.network.trained(task.index)
         params = {name: tensor.clone() for name, tensor in server.params.items()}
-        losses = []
+        losses: list[Tensor] = []
         for epoch in range(self.training.epochs):
             shuffled = held[permutation(fold(order, epoch), len(held), self.device)]
-            for rows in shuffled.split(self.training.batch_size):
+            for rows in torch.split(shuffled, self.training.batch_size):
                 step = len(losses)
                 inputs = x[rows]
                 if task.augment is not None:
-                    inputs = task.augment(inputs, fold(fold(augment, step), torch.arange(len(rows), device=self.device)))
+                    positions = torch.arange(len(rows), device=self.device)
+                    inputs = task.augment(inputs, fold(fold(augment, step), positions))
                 weight = torch.full((len(rows),), 1 / len(rows), dtype=self.network.dtype, device=self.device)
                 leaves = {name: params[name].requires_grad_() for name in trained}
                 with keyed_dropout(fold(dropout, step)):
@@ -100,30 +102,36 @@ class SequentialEngine:
         summation: Summation,
         *,
         local_params: dict[int, Tree],
+        positions: Sequence[int] | None = None,
     ) -> RoundOutcome:
         x, y = self._data(task)
         broadcast = self.method.broadcast(self.network, server)
         excluded: list[int] = []
-        for position, client in enumerate(participants):
+        added = False
+        for position, client in zip(positions or range(len(participants)), participants, strict=True):
             held = task.clients[client].to(self.device)
             data = ClientData(x[held], y[held], task.index, key, client, position)
             params = local_params.get(client, server.params)
-            state, statistics = self.method.end_of_task(
-                self.network, params, data, clients.get(client, {}), broadcast
-            )
-            if state:
-                clients[client] = state
-            if not all(torch.isfinite(tensor).all() for tensor in statistics.values()):
+            try:
+                state, statistics = self.method.end_of_task(
+                    self.network, params, data, clients.get(client, {}), broadcast
+                )
+                if not all(torch.isfinite(tensor).all() for tensor in statistics.values()):
+                    raise NotFinite(f"client {client} has statistics that are not finite")
+            except NotFinite:
                 excluded.append(client)
                 continue
-            summation.add([client], {name: tensor.unsqueeze(0) for name, tensor in statistics.items()})
-        sums = summation.close() if len(excluded) < len(participants) else None
-        return RoundOutcome(sums, tuple(excluded))
+            if state:
+                clients[client] = state
+            if statistics:  # a method may keep everything on the clients
+                summation.add([client], {name: tensor.unsqueeze(0) for name, tensor in statistics.items()})
+                added = True
+        return RoundOutcome(summation.close() if added else None, tuple(excluded))
 
     def evaluate(self, params: Tree, x: Tensor, y: Tensor, task: int) -> float:
         right = 0
         with torch.no_grad():
-            for inputs, labels in zip(x.split(1024), y.split(1024), strict=True):
+            for inputs, labels in zip(torch.split(x, 1024), torch.split(y, 1024), strict=True):
                 logits = self.network(params, _placed(inputs, self.network), task)
                 right += int((logits.argmax(1) == labels.to(self.device)).sum())
         return 100 * right / max(len(y), 1)

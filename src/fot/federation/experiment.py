@@ -18,7 +18,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 
@@ -27,6 +27,7 @@ from fot.benchmarks.catalogue import BENCHMARKS, Benchmark, Option, build
 from fot.benchmarks.stream import Stream
 from fot.engines.base import EngineOptions, Training
 from fot.errors import UserError
+from fot.federation.checkpoint import CheckpointOptions
 from fot.methods import METHODS, Method
 from fot.models import MODELS
 from fot.options import Between, checked, convert, defaults
@@ -64,6 +65,7 @@ class Experiment:
     training: Training = field(default_factory=Training)
     engine: EngineOptions = field(default_factory=EngineOptions)
     evaluation: Evaluation = field(default_factory=Evaluation)
+    checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
     dp: Privacy | None = None
     """Differential privacy of the sums; none without a table ``[dp]``."""
     seed: int = 0
@@ -71,7 +73,7 @@ class Experiment:
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> Experiment:
         """Check every key of a table without ``methods`` and ``when``, and fill in the defaults."""
-        tables = ("benchmark", "model", "method", "aggregation", "training", "engine", "evaluation", "dp")
+        tables = ("benchmark", "model", "method", "aggregation", "training", "engine", "evaluation", "checkpoint", "dp")
         for name in table:
             if name != "seed" and name not in tables:
                 close = difflib.get_close_matches(name, [*tables, "seed"], n=1)
@@ -88,6 +90,7 @@ class Experiment:
             training=Training(**checked(Training, part["training"], "training")),
             engine=EngineOptions(**checked(EngineOptions, part["engine"], "engine")),
             evaluation=Evaluation(**checked(Evaluation, part["evaluation"], "evaluation")),
+            checkpoint=CheckpointOptions(**checked(CheckpointOptions, part["checkpoint"], "checkpoint")),
             dp=Privacy(**checked(Privacy, part["dp"], "dp")) if "dp" in table else None,
             seed=convert(table.get("seed", 0), Annotated[int, Between(0)], "seed"),
         )
@@ -105,7 +108,9 @@ class Experiment:
         """The benchmark's stream of tasks."""
         options = _options(self.benchmark)
         if ":" in self.benchmark["name"]:
-            stream: Stream = benchmark_builder(self.benchmark["name"])(seed=self.seed, **options)
+            builder = benchmark_builder(self.benchmark["name"])
+            seeded = "seed" in inspect.signature(builder).parameters
+            stream: Stream = builder(**options, **({"seed": self.seed} if seeded else {}))
             return stream
         return build(self.benchmark["name"], seed=self.seed, **options)
 
@@ -113,7 +118,12 @@ class Experiment:
         """The model, with initial weights that depend on the seed alone."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(key(self.seed, "model"))
-            return model_builder(self.model["name"])(**_options(self.model))
+            model = model_builder(self.model["name"])(**_options(self.model))
+        if not isinstance(model, torch.nn.Module):
+            raise UserError(
+                f"model.name: {self.model['name']} made a {type(model).__name__}, not a torch.nn.Module"
+            )
+        return model
 
     def make_method(self) -> Method:
         """The method, with its options."""
@@ -141,23 +151,26 @@ def resolve(
 ) -> Experiment:
     """The experiment of a recipe (a name, or the path of a TOML file) under some changes.
 
-    ``sets`` are texts ``key=value``, the key dotted (``training.lr=0.1``), the value as in TOML.
+    ``sets`` are texts ``key=value``, the key dotted (``training.lr=0.1``), the value as in TOML. What
+    comes later wins: the recipe, ``[when.PARTITION]``, ``[methods.NAME]``, ``sets``, the other arguments.
     """
     table = _read(recipe)
     changes: Table = {}
     flags = {"method.name": method, "benchmark.partition": partition, "seed": seed}
     flags |= {"engine.kind": engine, "engine.device": device}
-    for key, value in [*map(_assignment, sets), *((k, v) for k, v in flags.items() if v is not None)]:
-        _merge(changes, _nested(key.split("."), value))
-    per_method, when = table.pop("methods", {}), table.pop("when", {})
+    for name, value in [*map(_assignment, sets), *((k, v) for k, v in flags.items() if v is not None)]:
+        _merge(changes, _nested(name.split("."), value))
+    when = _tables(table, "when")
     kind = _look(changes, "benchmark", "partition") or _look(table, "benchmark", "partition") or "iid"
-    _merge(table, copy.deepcopy(when.get(kind, {})))
-    for more in (table.pop("methods", {}), changes.pop("methods", {})):
+    per_method = _tables(table, "methods")
+    _merge(table, copy.deepcopy(when.get(str(kind), {})))
+    for more in (_tables(table, "methods"), _tables(changes, "methods")):
         _merge(per_method, more)
-    name = _look(changes, "method", "name") or _look(table, "method", "name")
-    if name != _look(table, "method", "name"):
+    chosen = _look(changes, "method", "name") or _look(table, "method", "name")
+    if chosen != _look(table, "method", "name"):
         table["method"] = {}  # the options written there are another method's
-    _merge(table, {"method": {**per_method.get(name, {}), **table.get("method", {})}})
+    if str(chosen) in per_method:
+        _merge(table, {"method": per_method[str(chosen)]})
     _merge(table, changes)
     return Experiment.from_table(table)
 
@@ -190,8 +203,10 @@ def benchmark_builder(name: str) -> Callable[..., Any]:
 
     builder.__annotations__ = {name: option.type for name, option in options.items()}
     builder.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option.default)
-        for name, option in options.items()
+        [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option.default)
+            for name, option in options.items()
+        ]
     )
     return builder
 
@@ -209,11 +224,15 @@ def lookup(name: str, catalogue: Mapping[str, Any], what: str) -> Any:
     if "" not in sys.path:
         sys.path.insert(0, "")  # the user's own file in the current folder
     try:
-        return getattr(importlib.import_module(module), attribute)
-    except ModuleNotFoundError as error:
-        raise UserError(f"{what}.name: cannot import {module!r} ({error}); run from the folder that holds it") from None
-    except AttributeError:
-        raise UserError(f"{what}.name: {module!r} has no {attribute!r}") from None
+        found = getattr(importlib.import_module(module), attribute, None)
+    except Exception as error:  # whatever the user's own file raises
+        why = f"{type(error).__name__}: {error}"
+        raise UserError(
+            f"{what}.name: cannot import {module!r} ({why}); run from the folder that holds it"
+        ) from error
+    if not callable(found):
+        raise UserError(f"{what}.name: {module!r} has no class or function {attribute!r}")
+    return found
 
 
 def _named(section: str, table: Table, find: Callable[[str], Callable[..., Any]]) -> Table:
@@ -234,15 +253,17 @@ def _options(table: Table) -> Table:
 
 def _read(recipe: str | Path) -> Table:
     path = recipes().get(str(recipe), Path(recipe))
-    if path.is_dir():
-        path = path / "experiment.toml"
     try:
+        if path.is_dir():
+            path = path / "experiment.toml"
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         close = difflib.get_close_matches(str(recipe), recipes(), n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
         listed = ", ".join(recipes())
         raise UserError(f"no recipe or file {str(recipe)!r}{hint} (recipes: {listed})") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); name a recipe or a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not valid TOML: {error}") from None
 
@@ -255,6 +276,15 @@ def _assignment(text: str) -> tuple[str, Any]:
         return key.strip(), tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
         return key.strip(), value.strip()
+
+
+def _tables(table: Table, name: str) -> dict[str, Table]:
+    """Take the table of tables ``name`` out of ``table``."""
+    found = table.pop(name, {})
+    for entry, value in found.items() if isinstance(found, Mapping) else [("NAME", found)]:
+        if not isinstance(value, Mapping):
+            raise UserError(f"{name}: {value!r} is not a table; write [{name}.{entry}] and its keys below")
+    return dict(found)
 
 
 def _nested(path: Sequence[str], value: Any) -> Table:
@@ -295,10 +325,14 @@ def _toml_lines(table: Table, path: tuple[str, ...] = ()) -> Iterator[str]:
 
 
 def _toml_key(name: str) -> str:
-    return name if name.replace("_", "a").replace("-", "a").isalnum() and name.isascii() else json.dumps(name)
+    bare = name.replace("_", "a").replace("-", "a").isalnum() and name.isascii()
+    return name if bare else _toml_value(name)
 
 
 def _toml_value(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_toml_value, value))}]"
-    return json.dumps(value)
+    if isinstance(value, float):
+        return repr(value)  # JSON has no inf
+    # TOML takes no surrogates and no raw DEL.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

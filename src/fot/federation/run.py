@@ -7,22 +7,24 @@ method updates the server, an event tells of it. At a task's end the same walk c
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fot import __version__
-from fot.aggregation import Aggregation, Sums, make_aggregation
+from fot.aggregation import Aggregation, PrivateAggregation, Sums, make_aggregation
 from fot.benchmarks.stream import Stream, Task
 from fot.engines.base import Engine, EngineOptions, RoundKeys, RoundOutcome, Training
 from fot.engines.sequential import LOSS, SequentialEngine
+from fot.engines.sharded import ShardedEngine, world
 from fot.engines.vectorized import VectorizedEngine
 from fot.errors import UserError
 from fot.federation.experiment import Evaluation, Experiment
+from fot.federation.state import State
 from fot.methods.base import Method, Server
 from fot.network import Network, Tree
 from fot.randomness import key, permutation
@@ -30,26 +32,6 @@ from fot.results import metrics
 
 Observer = Callable[..., None]
 """Called as ``observer(event, **fields)`` for everything that happens."""
-
-
-@dataclass
-class State:
-    """All that a run carries from one round to the next."""
-
-    server: Server
-    clients: dict[int, Tree] = field(default_factory=dict)
-    """What clients keep between rounds, for the methods that keep anything there."""
-    accuracy: list[list[float | None]] = field(default_factory=list)
-    """Row i: task i; column t: after task t."""
-    initial: list[float] = field(default_factory=list)
-    zero_shot: list[float] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
-    usage: dict[str, list[float]] = field(default_factory=dict)
-    bytes_up: dict[str, int] = field(default_factory=lambda: {"training": 0, "extraction": 0})
-    bytes_down: dict[str, int] = field(default_factory=lambda: {"training": 0, "extraction": 0})
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("train", "extract", "evaluate"), 0.0))
-    rounds: int = 0
-    excluded: int = 0
 
 
 class Run:
@@ -102,9 +84,12 @@ class Run:
         self.names = {"benchmark": stream.name, "method": type(method).__name__.lower(), "partition": "own"}
         self.names |= names or {}
         self.tell: Observer = observer or (lambda event, **fields: None)
+        ranks = world(options.device)
         self.device = options.resolved_device()
         if self.device.type == "cuda":
-            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = options.precision == "tf32"
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = (
+                options.precision == "tf32"
+            )
         if options.threads:
             torch.set_num_threads(options.threads)
         self.network = Network(
@@ -120,9 +105,12 @@ class Run:
             )
         kind = VectorizedEngine if options.kind == "vectorized" else SequentialEngine
         self.engine: Engine = kind(self.network, method, self.training)
+        if ranks.size > 1:
+            self.engine = ShardedEngine(self.engine, ranks)
         self.state = State(Server(self.network.tree(), {}))
         self._initial = dict(self.state.server.params)
         self._tests: list[tuple[Tensor, Tensor]] = []
+        self._save: Callable[[bool], None] = lambda task_ended: None
 
     @classmethod
     def of(cls, experiment: Experiment, observer: Observer | None = None) -> Run:
@@ -135,7 +123,7 @@ class Run:
         }
         if experiment.aggregation["kind"] == "secure" and not method.sums_only:
             raise UserError(
-                f"aggregation.kind: {names['method']} needs more than sums, so it cannot run under secure ones"
+                f"aggregation.kind: {names['method']} needs more than sums and cannot run under secure ones"
             )
         return cls(
             experiment.make_stream(),
@@ -152,12 +140,16 @@ class Run:
 
     def __call__(self) -> dict[str, Any]:
         """Run to the end; returns the summary."""
-        tasks = len(self.stream) if hasattr(self.stream, "__len__") else None
+        tasks = len(self.stream) if isinstance(self.stream, Sized) else None
         described = self._described()
         parameters = sum(p.numel() for p in self.network.module.parameters())
-        self.tell("run_started", **described, tasks=tasks, clients=self.stream.num_clients, parameters=parameters)
-        for task, last in _with_last(self.stream):
-            self._task(task, last)
+        self.tell(
+            "run_started", **described, tasks=tasks, clients=self.stream.num_clients, parameters=parameters
+        )
+        with warnings.catch_warnings():  # of Python's, too, the observer and the run folder are told
+            warnings.showwarning = lambda message, *_, **__: self.tell("warning", message=str(message))
+            for task, last in _with_last(self.stream):
+                self._task(task, last)
         summary = self.summary()
         self.tell("run_finished", acc=summary["acc"], fgt=summary["fgt"])
         return summary
@@ -166,6 +158,8 @@ class Run:
         seed, training, state = self.seed, self.training, self.state
         rounds = training.rounds_of(task.index)
         self.tell("task_started", task=task.index, name=task.name, classes=task.classes, rounds=rounds)
+        for note in task.notes:
+            self.tell("warning", message=note)
         head = self.network.add_task(task.classes, seed, task.index)
         state.server = Server({**state.server.params, **head}, state.server.state)
         self._tests.append((task.test_x, task.test_y))
@@ -179,14 +173,23 @@ class Run:
             raise UserError(f"task {task.index + 1} ({task.name}): no client holds any of its data")
         cohort: list[int] = []
         outcome = RoundOutcome(None)
-        for round in range(rounds):
+        left_out: set[int] = set()
+        for round in range(state.round, rounds):
             drawn = permutation(key(seed, "cohort", task.index, round), len(holders))[: training.cohort]
             cohort = sorted(holders[i] for i in drawn.tolist())
             keep_local = self.method.model == "local" and not last and round == rounds - 1
             outcome = self._round(task, round, cohort, keep_local)
+            left_out |= set(outcome.excluded)
             every = self.evaluation.every
             if every and (round + 1) % every == 0 and round + 1 < rounds:
                 self._evaluate(task.index, round)
+            state.round = round + 1
+            if state.round < rounds:  # past the last round, the clients' local models may be wanted still
+                self._save(False)
+        if left_out:
+            listed = ", ".join(map(str, sorted(left_out)))
+            left = f"task {task.index + 1}: updates of client(s) {listed} were not finite and were left out"
+            self.tell("warning", message=f"{left}; lower training.lr, or check their data")
         if self.method.extracts and not last:
             participants = holders if self.method.participants == "all" else cohort
             self._extract(task, participants, outcome.local_params)
@@ -198,10 +201,25 @@ class Run:
         state.accuracy.append([None] * (task.index + 1))
         for i, value in enumerate(accuracies):
             state.accuracy[i][task.index] = value
+        state.task, state.round = task.index + 1, 0
+        self._save(True)
+
+    def _begin(self, task: Task, rounds: int) -> None:
+        state = self.state
+        self.tell("task_started", task=task.index, name=task.name, classes=task.classes, rounds=rounds)
+        for note in task.notes:
+            self.tell("warning", message=f"{task.name}: {note}")
+        state.names.append(task.name)
+        if not self.network.multi_head:
+            with self._clock("evaluate"):
+                state.initial.append(self._test(self._initial, task.index))
+                state.zero_shot.append(self._test(state.server.params, task.index))
 
     def _round(self, task: Task, round: int, cohort: list[int], keep_local: bool) -> RoundOutcome:
         state, seed, training = self.state, self.seed, self.training
-        keys = RoundKeys(*(key(seed, purpose, task.index, round) for purpose in ("order", "dropout", "augment")))
+        keys = RoundKeys(
+            *(key(seed, purpose, task.index, round) for purpose in ("order", "dropout", "augment"))
+        )
         start = time.perf_counter()
         with self._clock("train"):
             summation = self.aggregation.open(cohort, kind="update", path=(task.index, round))
@@ -215,9 +233,7 @@ class Run:
                 mean = {name: total / len(sums.clients) for name, total in sums.arrays.items()}
                 loss = float(mean.pop(LOSS))
                 state.server = self.method.aggregate(self.network, state.server, mean)
-        sent = [*self.network.trained(task.index), *self.network.carried()]
-        down = _bytes({name: state.server.params[name] for name in sent})
-        up, down = self._count("training", sums, down)
+        up, down = self._count("training", sums, _bytes(self._sent(task.index)))
         state.rounds += 1
         state.excluded += len(outcome.excluded)
         self.tell(
@@ -237,24 +253,40 @@ class Run:
                 state.server, task, participants, key(self.seed, "extraction", task.index),
                 state.clients, summation, local_params=local_params,
             )  # fmt: skip
-            sent = {name: state.server.params[name] for name in self.network.trained(task.index)}
-            down = _bytes(sent) + _bytes(self.method.broadcast(self.network, state.server))
+            down = _bytes(self.method.broadcast(self.network, state.server))
+            if self.method.model == "global":
+                down += _bytes(self._sent(task.index))
             report: dict[str, Any] = {}
-            if outcome.sums is None:
-                self.tell("warning", message=f"task {task.index + 1}: no client sent finite statistics; nothing is kept")
-            else:
-                draw = key(self.seed, "consolidation", task.index)
+            if outcome.excluded:
+                listed = ", ".join(map(str, outcome.excluded))
+                left = f"statistics of client(s) {listed} were not finite and were left out; check their data"
+                self.tell("warning", message=f"task {task.index + 1}: {left}")
+            if len(outcome.excluded) < len(participants):
                 state.server, report = self.method.consolidate(
-                    self.network, state.server, outcome.sums.arrays, task.index, draw
-                )
+                    self.network, state.server, outcome.sums.arrays if outcome.sums else {}, task.index,
+                    key(self.seed, "consolidation", task.index),
+                )  # fmt: skip
         up, down = self._count("extraction", outcome.sums, down)
         state.excluded += len(outcome.excluded)
         for message in report.pop("warnings", []):
             self.tell("warning", message=message)
         self.tell(
             "extracted", task=task.index, **report, clients=len(outcome.sums.clients) if outcome.sums else 0,
-            excluded=list(outcome.excluded), bytes_up=up, bytes_down=down, seconds=time.perf_counter() - start,
+            excluded=list(outcome.excluded), bytes_up=up, bytes_down=down,
+            seconds=time.perf_counter() - start,
         )  # fmt: skip
+
+    def releases(self) -> list[Any]:
+        """The private sums that were released so far, for a checkpoint; none without privacy."""
+        if not isinstance(self.aggregation, PrivateAggregation):
+            return []
+        return list(self.aggregation.accountant.releases)
+
+    def recall_releases(self, releases: list[Any]) -> None:
+        """Go on accounting after those of a checkpoint."""
+        if isinstance(self.aggregation, PrivateAggregation):
+            for noise, sample in releases:
+                self.aggregation.accountant.add(noise, tuple(sample) if sample else None)
 
     def _evaluate(self, task: int, round: int | None) -> list[float]:
         with self._clock("evaluate"):
@@ -266,8 +298,14 @@ class Run:
     def _test(self, params: Tree, task: int) -> float:
         return self.engine.evaluate(params, *self._tests[task], task)
 
+    def _sent(self, task: int) -> Tree:
+        """What of the model a client receives: the parts that it trains, and running statistics."""
+        names = [*self.network.trained(task), *self.network.carried()]
+        return {name: self.state.server.params[name] for name in names}
+
     def _count(self, part: str, sums: Sums | None, broadcast: int) -> tuple[int, int]:
         up, down = (sums.bytes_up, sums.bytes_down + broadcast) if sums else (0, broadcast)
+        self.state.clipped += sums.clipped if sums else 0
         self.state.bytes_up[part] += up
         self.state.bytes_down[part] += down
         return up, down
@@ -313,6 +351,8 @@ class Run:
             "bytes_up": state.bytes_up,
             "bytes_down": state.bytes_down,
             "seconds": state.seconds,
+            "clipped": state.clipped,
+            "privacy": self.aggregation.report() if isinstance(self.aggregation, PrivateAggregation) else None,
         }
 
 
@@ -321,7 +361,7 @@ def _with_last(stream: Stream) -> Iterator[tuple[Task, bool]]:
 
     A stream with a length is never asked for a task before its time; one without is looked ahead in.
     """
-    if hasattr(stream, "__len__"):
+    if isinstance(stream, Sized):
         last = len(stream) - 1
         yield from ((task, task.index == last) for task in stream)
         return

@@ -57,7 +57,8 @@ class FOT(Method):
         memory = self._memory(network, server)
         update = {name: self.mu * delta for name, delta in memory.project(mean_update).items()}
         if self.freeze_first and server.state:
-            update = {n: d for n, d in update.items() if not n.startswith(f"{memory.layers[0].name}.")}
+            first = f"{memory.layers[0].name}." if memory.layers[0].name else ""  # its bias is frozen too
+            update = {name: delta for name, delta in update.items() if not name.startswith(first)}
         return super().aggregate(network, server, update)
 
     def broadcast(self, network: Network, server: Server) -> Tree:
@@ -91,14 +92,15 @@ class FOT(Method):
         size = self.sketch if self.exact else None
         grown, growth = part.expand(sums, threshold=threshold, rule=self.rule, key=key, size=size)
         grown = SubspaceMemory(memory.layers, {**memory.bases, **grown.bases})
+        filled = set(grown.frozen()) - set(memory.frozen())
         if self.freeze_first:
             grown = grown.freeze(memory.layers[0].name)
-        filled = set(grown.frozen()) - set(memory.frozen())
         report = {
             "threshold": threshold,
             "layers": {name: asdict(g) for name, g in growth.items()},
             "warnings": [
-                f"layer {name} is full after task {task + 1}: it is frozen from here on" for name in sorted(filled)
+                f"layer {name} is full after task {task + 1}: it is frozen from here on"
+                for name in sorted(filled)
             ],
         }
         return Server(server.params, grown.bases), report

@@ -72,7 +72,8 @@ class PlainDisplay:
             self._print(f"{self.title}  warning: {fields['message']}")
 
     def _print(self, text: str) -> None:
-        self.console.print(f"[{time.monotonic() - self.start:6.1f}s] {text}", markup=False, highlight=False, soft_wrap=True)
+        stamp = f"[{time.monotonic() - self.start:6.1f}s]"
+        self.console.print(f"{stamp} {text}", markup=False, highlight=False, soft_wrap=True)
 
 
 class LiveDisplay:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fot.errors import UserError
+from fot.errors import NotFinite, UserError
 from fot.layers import Layer, recorded_inputs
 from fot.randomness import fold, generator
 from fot.subspace.extraction import is_full
@@ -149,7 +149,7 @@ class Sketch:
         for name, total in self._sums.items():
             residual, energy = self._energies[name]
             if not bool(torch.isfinite(energy).all()) or not bool(torch.isfinite(total).all()):
-                raise UserError(
+                raise NotFinite(
                     f"layer '{name}' received NaN, infinite or overflowing inputs: the model has diverged "
                     "or the data are damaged; lower the learning rate or check the data"
                 )
