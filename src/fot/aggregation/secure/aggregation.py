@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from time import perf_counter
+from time import thread_time
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ Dropouts = Callable[[tuple[int, ...]], Mapping[int, int]]  # path of a sum -> {c
 
 @dataclass
 class Session:
-    """One session, driven: the newest state of each party, and what each stage cost.
+    """One session, driven: the newest state of each party, and what each stage cost in processor time.
 
     `gone` says which client vanishes at which stage; its message of that stage is never sent.
     """
@@ -53,9 +53,9 @@ class Session:
 
     def send(self, stage: int, message: bytes) -> None:
         """A client's message reaches the server."""
-        began = perf_counter()
+        began = thread_time()
         self.server = server_side.receive(self.server, message)
-        self.server_seconds[stage] += perf_counter() - began
+        self.server_seconds[stage] += thread_time() - began
         self.up[stage] += len(message)
         if self.record:
             self.record(stage, message)
@@ -72,45 +72,45 @@ class Session:
         """Stage 1: keys."""
         for client in self.cohort:
             if self.gone.get(client, len(STAGES)) > ADVERTISE:
-                began = perf_counter()
+                began = thread_time()
                 self.clients[client], reply = clients_side.advertise(client, session, policy, entropy)
-                self.client_seconds[ADVERTISE] += perf_counter() - began
+                self.client_seconds[ADVERTISE] += thread_time() - began
                 self.send(ADVERTISE, reply)
 
     def share(self) -> None:
         """Stage 2: shares."""
-        began = perf_counter()
+        began = thread_time()
         self.server, outbox = server_side.rosters(self.server)
-        self.server_seconds[SHARE] += perf_counter() - began
+        self.server_seconds[SHARE] += thread_time() - began
         for client in self.deliver(SHARE, outbox):
-            began = perf_counter()
+            began = thread_time()
             self.clients[client], reply = clients_side.share(self.clients[client], outbox[client])
-            self.client_seconds[SHARE] += perf_counter() - began
+            self.client_seconds[SHARE] += thread_time() - began
             self.send(SHARE, reply)
 
     def collect(self, layout: Sequence[tuple[int, int]]) -> None:
         """The shares arrive, with the broadcast that opens the sum."""
-        began = perf_counter()
+        began = thread_time()
         self.server, outbox = server_side.inboxes(self.server, layout)
-        self.server_seconds[INPUT] += perf_counter() - began
+        self.server_seconds[INPUT] += thread_time() - began
         for client in self.deliver(INPUT, outbox):
-            began = perf_counter()
+            began = thread_time()
             self.clients[client] = clients_side.collect(self.clients[client], outbox[client])
-            self.client_seconds[INPUT] += perf_counter() - began
+            self.client_seconds[INPUT] += thread_time() - began
 
     def unmask(self) -> tuple[tuple[Words, ...], tuple[int, ...]]:
         """Stage 4: the sum in the ring, and whose it is."""
-        began = perf_counter()
+        began = thread_time()
         self.server, outbox = server_side.survivors(self.server)
-        self.server_seconds[UNMASK] += perf_counter() - began
+        self.server_seconds[UNMASK] += thread_time() - began
         for client in self.deliver(UNMASK, outbox):
-            began = perf_counter()
+            began = thread_time()
             self.clients[client], reply = clients_side.unmask(self.clients[client], outbox[client])
-            self.client_seconds[UNMASK] += perf_counter() - began
+            self.client_seconds[UNMASK] += thread_time() - began
             self.send(UNMASK, reply)
-        began = perf_counter()
+        began = thread_time()
         total, included = server_side.finish(self.server)
-        self.server_seconds[UNMASK] += perf_counter() - began
+        self.server_seconds[UNMASK] += thread_time() - began
         return total, tuple(sorted(included))
 
 
@@ -237,7 +237,7 @@ class SecureSummation:
             session.collect(self.layout)
 
         def mask(row: int) -> tuple[int, clients_side.Masked, bytes, float]:
-            began = perf_counter()
+            began = thread_time()
             words, clipped = [], 0
             for name, coding in self.codings.items():
                 integers, lost = coding.encode(arrays[name][row])
@@ -245,7 +245,7 @@ class SecureSummation:
                 clipped += lost
             words.append(to_words(torch.tensor([clipped]), 64))  # under the masks, like all that clients tell
             state, message = clients_side.submit(session.clients[clients[row]], words, self.layout)
-            return clients[row], state, message, perf_counter() - began
+            return clients[row], state, message, thread_time() - began
 
         present = [
             row
