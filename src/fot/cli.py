@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -25,9 +26,10 @@ bench = typer.Typer(help="Measure this machine: memory and speed.", no_args_is_h
 data = typer.Typer(help="The data sets of the paper: what there is, fetching, checking.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 app.add_typer(data, name="data")
-console = Console()
+# Of the ranks that torchrun starts, the first one speaks.
+console = Console(quiet=os.environ.get("WORLD_SIZE", "1") != "1" and os.environ.get("RANK", "0") != "0")
 
-Recipe = Annotated[str, typer.Argument(help="A recipe's name (see `fot list`) or the path of a TOML file.")]
+RECIPE_HELP = "A recipe's name (see `fot list`) or the path of a TOML file."
 Out = Annotated[Optional[Path], typer.Option(help="Folder of the results; runs/RECIPE/... by default.")]
 Set = Annotated[
     Optional[list[str]],
@@ -41,7 +43,7 @@ Device = Annotated[Optional[str], typer.Option(help="cpu, cuda, cuda:1, ...")]
 
 @app.command()
 def run(
-    recipe: Recipe,
+    recipe: Annotated[Optional[str], typer.Argument(help=RECIPE_HELP)] = None,
     method: Annotated[Optional[str], typer.Option(help="A method, or your own as package.module:Class.")] = None,
     partition: Partition = None,
     seed: Annotated[Optional[int], typer.Option(min=0)] = None,
@@ -49,16 +51,22 @@ def run(
     device: Device = None,
     out: Out = None,
     sets: Set = None,
+    resume: Annotated[
+        Optional[Path], typer.Option(metavar="DIR", help="Go on with the interrupted run in this folder.")
+    ] = None,
 ) -> None:
-    """Run one method on one recipe."""
+    """Run one method on one recipe, or go on with an interrupted run."""
     from fot.federation.experiment import resolve
-    from fot.federation.launch import default_path
+    from fot.federation.launch import default_path, settings_of
     from fot.results.table import run_table
 
-    experiment = resolve(
-        recipe, method=method, partition=partition, seed=seed, engine=engine, device=device, sets=sets or ()
+    changes = (method, partition, seed, engine, device, out, sets)
+    if (recipe is None) == (resume is None) or (resume and any(c is not None for c in changes)):
+        raise UserError("give a recipe, or --resume DIR alone: an interrupted run keeps its settings")
+    experiment = settings_of(resume) if resume else resolve(
+        str(recipe), method=method, partition=partition, seed=seed, engine=engine, device=device, sets=sets or ()
     )
-    path = out or default_path(_root(recipe), experiment)
+    path = resume or out or default_path(_root(str(recipe)), experiment)
     summary = _run(experiment, path, "")
     console.print()
     console.print(run_table(summary))
@@ -95,6 +103,8 @@ def compare(
         paths = [default_path(root, experiment) for experiment in experiments]
         for number, (experiment, path) in enumerate(zip(experiments, paths, strict=True), start=1):
             _run(experiment, path, f"{number}/{len(paths)} ")
+        if console.quiet:
+            return
     else:
         paths = [path for name in what for path in _run_folders(Path(name))]
         root = out or (Path(what[0]) if len(what) == 1 else Path("runs"))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fot.engines.sharded import world
 from fot.errors import UserError
+from fot.federation.checkpoint import Checkpoints
 from fot.federation.experiment import Experiment
 from fot.federation.run import Run
 from fot.network import save_tree
@@ -18,27 +22,55 @@ Observer = Callable[..., None]
 def launch(experiment: Experiment, path: Path, observer: Observer) -> dict[str, Any]:
     """Run an experiment in a folder of its own, with events, summary, model, memory and report.
 
-    A folder that holds the finished run of the very same settings is read instead of run again.
+    A folder that holds the finished run of the very same settings is read instead of run again; an
+    unfinished one goes on from its last checkpoint.
     """
+    folder = RunFolder(path)
     if finished(experiment, path):
-        return RunFolder.open(path).read_summary()
-    if RunFolder(path).finished:
+        return folder.read_summary()
+    if folder.finished:
         raise UserError(f"{path} holds a finished run of other settings: choose another --out")
     run = Run.of(experiment)
-    folder = RunFolder.create(path)
-    folder.write_experiment(experiment.to_toml())
+    checkpoints = Checkpoints(folder.checkpoint, experiment.checkpoint)
+    found, problems = None, []
+    if folder.read_experiment() == experiment.to_toml():
+        found, problems = checkpoints.load(run.device)
+    if found is None:
+        folder = RunFolder.create(path)
+        folder.write_experiment(experiment.to_toml())
+    else:
+        run.state, position, releases = found
+        folder = RunFolder.resume(path, position)
+        run.recall_releases(releases)
 
     def tell(event: str, **fields: Any) -> None:
         folder.event(event, **fields)
         observer(event, **fields)
 
+    def save(task_ended: bool) -> None:
+        if task_ended or checkpoints.due(run.state.rounds):
+            checkpoints.save(run.state, folder.position, run.releases())
+
     run.tell = tell
-    summary = run()
+    for problem in problems:
+        tell("warning", message=problem)
+    summary = run(save)
     save_tree(run.state.server.params, folder.model)
     run.method.save_memory(run.network, run.state.server, folder.memory)
     folder.write_summary(summary)
     write_report(path)
+    shutil.rmtree(folder.checkpoint, ignore_errors=True)
     return folder.read_summary()
+
+
+def settings_of(path: Path) -> Experiment:
+    """The settings of the unfinished run in a folder."""
+    folder = RunFolder.open(path)
+    if folder.finished:
+        raise UserError(f"{path} holds a finished run: there is nothing to resume")
+    if not folder.experiment.exists():
+        raise UserError(f"{path} holds no experiment.toml: the run was ended before it began; start it anew")
+    return Experiment.from_table(tomllib.loads(folder.read_experiment()))
 
 
 def finished(experiment: Experiment, path: Path) -> bool:

@@ -138,18 +138,27 @@ class Run:
             observer=observer,
         )
 
-    def __call__(self) -> dict[str, Any]:
-        """Run to the end; returns the summary."""
-        tasks = len(self.stream) if isinstance(self.stream, Sized) else None
-        described = self._described()
-        parameters = sum(p.numel() for p in self.network.module.parameters())
-        self.tell(
-            "run_started", **described, tasks=tasks, clients=self.stream.num_clients, parameters=parameters
-        )
+    def __call__(self, save: Callable[[bool], None] | None = None) -> dict[str, Any]:
+        """Run from where ``state`` stands to the end; returns the summary.
+
+        ``save(task_ended)`` is called wherever the run could go on from: after rounds and tasks.
+        """
+        self._save = save or (lambda task_ended: None)
+        if not self.state.names:
+            about = {
+                "tasks": len(self.stream) if isinstance(self.stream, Sized) else None,
+                "clients": self.stream.num_clients,
+                "parameters": sum(p.numel() for p in self.network.module.parameters()),
+            }
+            self.tell("run_started", **self._described(), **about)
         with warnings.catch_warnings():  # of Python's, too, the observer and the run folder are told
             warnings.showwarning = lambda message, *_, **__: self.tell("warning", message=str(message))
             for task, last in _with_last(self.stream):
-                self._task(task, last)
+                head = self.network.add_task(task.classes, self.seed, task.index)
+                self.state.server = Server({**head, **self.state.server.params}, self.state.server.state)
+                self._tests.append((task.test_x, task.test_y))
+                if task.index >= self.state.task:  # else a resumed run has it behind itself
+                    self._task(task, last)
         summary = self.summary()
         self.tell("run_finished", acc=summary["acc"], fgt=summary["fgt"])
         return summary
@@ -157,17 +166,8 @@ class Run:
     def _task(self, task: Task, last: bool) -> None:
         seed, training, state = self.seed, self.training, self.state
         rounds = training.rounds_of(task.index)
-        self.tell("task_started", task=task.index, name=task.name, classes=task.classes, rounds=rounds)
-        for note in task.notes:
-            self.tell("warning", message=note)
-        head = self.network.add_task(task.classes, seed, task.index)
-        state.server = Server({**state.server.params, **head}, state.server.state)
-        self._tests.append((task.test_x, task.test_y))
-        state.names.append(task.name)
-        if not self.network.multi_head:
-            with self._clock("evaluate"):
-                state.initial.append(self._test(self._initial, task.index))
-                state.zero_shot.append(self._test(state.server.params, task.index))
+        if state.round == 0:
+            self._begin(task, rounds)
         holders = [client for client, held in enumerate(task.clients) if len(held)]
         if not holders:
             raise UserError(f"task {task.index + 1} ({task.name}): no client holds any of its data")
@@ -208,7 +208,7 @@ class Run:
         state = self.state
         self.tell("task_started", task=task.index, name=task.name, classes=task.classes, rounds=rounds)
         for note in task.notes:
-            self.tell("warning", message=f"{task.name}: {note}")
+            self.tell("warning", message=note)
         state.names.append(task.name)
         if not self.network.multi_head:
             with self._clock("evaluate"):
