@@ -58,7 +58,7 @@ def test_clipping_bounds_the_joint_norm_and_keeps_the_direction(seed, bound, siz
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**32), st.floats(0.2, 2.0), st.integers(14, 32))
 def test_rounding_to_the_ring_does_not_exceed_the_clip(seed, bound, bits):
-    privacy = Privacy(noise=500.0, update_clip=bound, updates=True)
+    privacy = Privacy(noise=0.05, update_clip=bound, updates=True)
     with pytest.MonkeyPatch.context() as patch:
         silent = lambda shape, deviation, generator: torch.zeros(tuple(shape), dtype=torch.float64)  # noqa: E731
         patch.setattr(private_module, "discrete_gaussian", silent)
@@ -178,6 +178,19 @@ def test_private_updates_are_accounted_over_rounds_with_and_without_sampling():
     assert report["epsilon_released"] < report["epsilon"] / 4
 
 
+@pytest.mark.parametrize("kind", ["plain", "encoded"])
+def test_private_sums_keep_types_bytes_and_checks(kind):
+    arrays = {"a": torch.zeros(9, 7), "samples": torch.full((9,), 480)}
+    privacy = Privacy(noise=0.01, clip=1e4)
+    sums, _ = summed(kind, arrays, privacy)
+    plain, _ = summed(kind, arrays, None)
+    assert sums.arrays["samples"].dtype == torch.int64 and sums.arrays["a"].dtype == torch.float32
+    assert abs(sums.arrays["samples"].item() - 9 * 480) < 6 * 100
+    assert sums.bytes_up == plain.bytes_up and sums.clients == tuple(range(9))
+    with pytest.raises(UserError, match="one row"):
+        summed(kind, {"a": torch.zeros(9, 7), "b": torch.zeros(8)}, privacy)
+
+
 def test_the_accountant_survives_a_checkpoint():
     privacy = Privacy(noise=3.0, population=50)
     _, aggregation = summed("plain", some_arrays(), privacy)
@@ -216,5 +229,7 @@ def test_settings_that_cannot_be_meant_are_refused():
         Privacy(calibration="classical")
     with pytest.raises(UserError, match="too coarse"):
         summed("encoded", some_arrays(), Privacy(noise=1e-4, updates=True), "update", update_bits=16)
+    with pytest.raises(UserError, match="exceeds its clip"):
+        summed("encoded", some_arrays(), Privacy(noise=20.0, updates=True), "update")
     with pytest.raises(UserError, match="too coarse"):
         summed("encoded", some_arrays(), Privacy(updates=True, update_clip=1e-3), "update", update_bits=12)

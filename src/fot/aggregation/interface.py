@@ -55,6 +55,15 @@ class Aggregation(Protocol):
         ...
 
 
+def check_rows(clients: Sequence[int], arrays: dict[str, Tensor]) -> None:
+    """Refuse arrays that do not have one row for each client."""
+    if not arrays:
+        raise UserError("nothing to add: give at least one named array")
+    for name, array in arrays.items():
+        if array.ndim == 0 or array.shape[0] != len(clients):
+            raise UserError(f"array '{name}' must have one row for each of the {len(clients)} clients")
+
+
 class Ledger:
     """Who has added what: the checks that every kind of sum shares."""
 
@@ -67,12 +76,8 @@ class Ledger:
 
     def enter(self, clients: Sequence[int], arrays: dict[str, Tensor]) -> None:
         """Note the clients' arrays, or say what is wrong with them."""
+        check_rows(clients, arrays)
         shapes = {name: tuple(array.shape[1:]) for name, array in arrays.items()}
-        for name, array in arrays.items():
-            if array.ndim == 0 or array.shape[0] != len(clients):
-                raise UserError(f"array '{name}' must have one row for each of the {len(clients)} clients")
-        if not arrays:
-            raise UserError("nothing to add: give at least one named array")
         if self.added and shapes != self.shapes:
             names = shapes.keys() | self.shapes.keys()
             wrong = ", ".join(sorted(name for name in names if shapes.get(name) != self.shapes.get(name)))

@@ -19,11 +19,12 @@ from torch import Tensor
 
 from fot import randomness
 from fot.aggregation.accountant import Accountant, gaussian_noise
-from fot.aggregation.codec import Codec
-from fot.aggregation.interface import Aggregation, Kind, Summation, Sums
+from fot.aggregation.codec import Codec, Coding
+from fot.aggregation.interface import Aggregation, Kind, Summation, Sums, check_rows
 from fot.errors import UserError
 
 _COARSEST = 4.0  # the least deviation of a client's noise, in steps of the ring
+_AT_ONCE = 4  # clients whose arrays are held in float64
 _TAIL = 12.0  # deviations at which the discrete Gaussian is cut off: 1e-32 of its mass
 
 
@@ -170,46 +171,53 @@ class PrivateSummation:
         self.dtypes: dict[str, torch.dtype] = {}
 
     def add(self, clients: Sequence[int], arrays: dict[str, Tensor]) -> None:
-        """Clip, add noise, pass on."""
+        """Clip, add noise, pass on: a few clients at a time, for in float64 they take twice the memory."""
+        check_rows(clients, arrays)
         self.dtypes = {name: array.dtype for name, array in arrays.items()}
+        for start in range(0, len(clients), _AT_ONCE):
+            some = clients[start : start + _AT_ONCE]
+            self.inner.add(
+                some, self._noisy(some, {n: x[start : start + _AT_ONCE] for n, x in arrays.items()})
+            )
+
+    def _noisy(self, clients: Sequence[int], arrays: dict[str, Tensor]) -> dict[str, Tensor]:
         privacy, codec = self.parent.privacy, self.parent.codec
-        scales = {name: privacy.scale(name) for name in arrays}
-        steps = dict.fromkeys(arrays, 0.0)
+        units = {name: privacy.scale(name) for name in arrays}
+        codings: dict[str, Coding] = {}
         if codec is not None and self.deviation:
             shapes = {name: tuple(array.shape[1:]) for name, array in arrays.items()}
-            steps = {n: c.step for n, c in codec.codings(self.kind, shapes, self.clients).items()}
-        # Rounding to the ring moves every entry by up to half a step, so the norm is clipped that much lower.
-        groups = [[name] for name in arrays] if privacy.calibration == "paper" else [list(arrays)]
+            codings = codec.codings(self.kind, shapes, self.clients)
         noisy: dict[str, Tensor] = {}
-        for group in groups:
-            slack = math.sqrt(sum(arrays[n][0].numel() * (steps[n] / scales[n] / 2) ** 2 for n in group))
-            if slack >= self.bound:
+        for group in [[name] for name in arrays] if privacy.calibration == "paper" else [list(arrays)]:
+            # Rounding to the ring moves an entry by up to half a step: the norm is clipped that much lower.
+            rounding = (
+                arrays[n].shape[1:].numel() * (codings[n].step / units[n] / 2) ** 2 for n in group if codings
+            )
+            bound = self.bound - math.sqrt(sum(rounding))
+            if bound <= 0:
                 raise UserError("the ring is too coarse for dp.clip: raise the clip or the ring's bits")
-            clipped = clip_jointly({n: arrays[n] for n in group}, self.bound - slack, scales)
-            for name, array in clipped.items():
-                rows = [
-                    self._noisy(row, u, name, scales[name], steps[name])
-                    for row, u in zip(array, clients, strict=True)
-                ]
-                noisy[name] = torch.stack(rows) if rows else array
-        self.inner.add(clients, noisy)
+            for name, array in clip_jointly({n: arrays[n] for n in group}, bound, units).items():
+                coding, deviation = codings.get(name), self.deviation * units[name]
+                if coding:
+                    self._fits(name, coding, deviation, self.bound * units[name])
+                place = sorted(arrays).index(name)
+                for row, client in enumerate(clients) if deviation else ():
+                    draw = randomness.fold(randomness.fold(self.key, client), place)
+                    _add_noise(
+                        array[row : row + 1], deviation, coding, randomness.generator(draw, array.device)
+                    )
+                keep = coding or not self.dtypes[name].is_floating_point
+                noisy[name] = array if keep else array.to(self.dtypes[name])
+        return noisy
 
-    def _noisy(self, row: Tensor, client: int, name: str, scale: float, step: float) -> Tensor:
-        if not self.deviation:
-            return row
-        deviation = self.deviation * scale
-        place = sorted(self.dtypes).index(name)
-        generator = randomness.generator(
-            randomness.fold(randomness.fold(self.key, client), place), row.device
-        )
-        if not step:
-            noise = torch.randn(row.shape, dtype=torch.float64, device=row.device, generator=generator)
-            return row + noise.mul_(deviation)
-        if deviation < _COARSEST * step:
+    @staticmethod
+    def _fits(name: str, coding: Coding, deviation: float, largest: float) -> None:
+        if deviation < _COARSEST * coding.step:
             raise UserError(f"the ring is too coarse for the noise of '{name}': lower its clip or add bits")
-        return (
-            (row / step).round_().add_(discrete_gaussian(row.shape, deviation / step, generator)).mul_(step)
-        )
+        if largest + _TAIL * deviation > coding.limit * coding.step:  # what the codec clips is not Gaussian
+            raise UserError(
+                f"the noise of '{name}' exceeds its clip in the ring: raise the clip, or the bits too"
+            )
 
     def close(self) -> Sums:
         """The noisy sum; the accountant is told how much noise it really has."""
@@ -220,7 +228,10 @@ class PrivateSummation:
             released /= math.sqrt(len(sums.arrays))  # each array may move by L: together by L √arrays
         rate = (self.clients, privacy.population) if privacy.population > self.clients else None
         self.parent.accountant.add(released, rate)
-        arrays = {name: array.to(self.dtypes[name]) for name, array in sums.arrays.items()}
+        arrays = {
+            name: (array if self.dtypes[name].is_floating_point else array.round()).to(self.dtypes[name])
+            for name, array in sums.arrays.items()
+        }
         return Sums(arrays, sums.clients, sums.bytes_up, sums.bytes_down, sums.clipped)
 
 
@@ -246,6 +257,16 @@ def clip_jointly(
     assert isinstance(square, Tensor)
     factor = (bound / square.sqrt()).clamp_(max=1.0)
     return {name: array * factor.reshape(-1, *[1] * (array.ndim - 1)) for name, array in wide.items()}
+
+
+def _add_noise(array: Tensor, deviation: float, coding: Coding | None, generator: torch.Generator) -> None:
+    """Add Gaussian noise in place; on the steps of a ring, where there is one."""
+    if coding is None:
+        noise = torch.randn(array.shape, dtype=array.dtype, device=array.device, generator=generator)
+        array.add_(noise, alpha=deviation)
+    else:
+        noise = discrete_gaussian(array.shape, deviation / coding.step, generator)
+        array.div_(coding.step).round_().add_(noise).mul_(coding.step)
 
 
 def discrete_gaussian(shape: Sequence[int], deviation: float, generator: torch.Generator) -> Tensor:
