@@ -1,12 +1,14 @@
 """More than one GPU or machine: a cohort sharded over the ranks of ``torchrun``.
 
     torchrun --nproc-per-node 2 -m fot.cli run digits
-    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m fot.cli run cifar100
+    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
+        -m fot.cli run cifar100
 
 Every rank runs the same loop on the same keys. Of each cohort a rank computes every n-th client, n the
 number of ranks; the partial sums, in float64 or in integers, are added up by an all-reduce. So the
 result does not depend on the number of ranks beyond rounding: encoded sums are the same integers in any
-order, plain ones move by the rounding of float64, and clients that train at once round as their number has it.
+order, plain ones move by the rounding of float64, and clients that train at once round as their number
+has it.
 
 Rank 0 is the server: before each round it hands its model and memory to the others, so that ranks on
 unlike hardware cannot drift apart; it alone tests the model, writes the run folder and prints. Tests are
@@ -113,15 +115,19 @@ def world(device: str = "auto") -> World:
         if "MASTER_ADDR" not in os.environ:
             raise UserError("WORLD_SIZE is set and MASTER_ADDR is not: start the ranks with torchrun")
         if device not in ("auto", "cuda", "cpu"):
-            raise UserError(f"engine.device: {device!r} would put all ranks there; under torchrun take auto or cpu")
+            raise UserError(
+                f"engine.device: {device!r} would put all ranks there; under torchrun take auto or cpu"
+            )
         gpus = 0 if device == "cpu" else torch.cuda.device_count()
         local = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
         if gpus and local >= gpus:
-            raise UserError(f"more ranks than the {gpus} GPUs here: torchrun --nproc-per-node {gpus}, or --device cpu")
+            raise UserError(
+                f"more ranks than the {gpus} GPUs here: torchrun --nproc-per-node {gpus}, or --device cpu"
+            )
         if gpus:
             torch.cuda.set_device(local)  # "cuda" means this one from here on
         dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo")
-        atexit.register(dist.destroy_process_group)
+        atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
     return World(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else World()
 
 
@@ -202,7 +208,11 @@ class ShardedEngine:
         return Server(shared[0], shared[1])
 
     def _whole(
-        self, part: PartSummation, cohort: Sequence[int], excluded: Sequence[int], local_params: dict[int, Tree]
+        self,
+        part: PartSummation,
+        cohort: Sequence[int],
+        excluded: Sequence[int],
+        local_params: dict[int, Tree],
     ) -> RoundOutcome:
         everywhere = {client for own in self.world.gather(list(excluded)) for client in own}
         any_left = part.merge(self.world, self.device)
@@ -211,14 +221,14 @@ class ShardedEngine:
 
 
 class PartSummation:
-    """What a rank adds to a sum. The sum is opened over the whole cohort and closed once all ranks have added."""
+    """A rank's part of a sum that is opened over the whole cohort and closed when all ranks have added."""
 
     def __init__(self, summation: Summation) -> None:
         self.outer = summation
         inner = summation.inner if isinstance(summation, PrivateSummation) else summation
         if not isinstance(inner, (PlainSummation, EncodedSummation)):
             raise UserError(
-                "aggregation.kind: only plain and encoded sums can be sharded, a secure one runs in one process; "
+                "aggregation.kind: plain and encoded sums can be sharded, a secure one takes one process; "
                 "take encoded, which gives the same sums, or start without torchrun"
             )
         self.inner = inner

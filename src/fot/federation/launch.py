@@ -8,40 +8,52 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fot.engines.sharded import world
+from fot.engines.sharded import World, world
 from fot.errors import UserError
 from fot.federation.checkpoint import Checkpoints
 from fot.federation.experiment import Experiment
 from fot.federation.run import Run
-from fot.network import save_tree
+from fot.federation.state import State
+from fot.methods.base import Server
+from fot.network import Tree, save_tree
 from fot.results import RunFolder, write_report
 
 Observer = Callable[..., None]
+Found = tuple[State, int, list[Any]]
 
 
 def launch(experiment: Experiment, path: Path, observer: Observer) -> dict[str, Any]:
     """Run an experiment in a folder of its own, with events, summary, model, memory and report.
 
     A folder that holds the finished run of the very same settings is read instead of run again; an
-    unfinished one goes on from its last checkpoint.
+    unfinished one goes on from its last checkpoint. Of several ranks the first alone reads and writes.
     """
-    folder = RunFolder(path)
-    if finished(experiment, path):
-        return folder.read_summary()
-    if folder.finished:
+    ranks, folder = world(experiment.engine.device), RunFolder(path)
+    first = ranks.rank == 0
+    known: dict[str, Any] | None = ranks.told(
+        folder.read_summary() if first and finished(experiment, path) else None
+    )
+    if known is not None:
+        return known
+    if first and folder.finished:
         raise UserError(f"{path} holds a finished run of other settings: choose another --out")
     run = Run.of(experiment)
     checkpoints = Checkpoints(folder.checkpoint, experiment.checkpoint)
-    found, problems = None, []
-    if folder.read_experiment() == experiment.to_toml():
+    found: Found | None = None
+    problems: list[str] = []
+    if first and folder.read_experiment() == experiment.to_toml():
         found, problems = checkpoints.load(run.device)
+    found = _shared(found, ranks)
+    if found is not None:
+        run.state, position, releases = found
+        run.recall_releases(releases)
+    if not first:
+        return run()
     if found is None:
         folder = RunFolder.create(path)
         folder.write_experiment(experiment.to_toml())
     else:
-        run.state, position, releases = found
         folder = RunFolder.resume(path, position)
-        run.recall_releases(releases)
 
     def tell(event: str, **fields: Any) -> None:
         folder.event(event, **fields)
@@ -61,6 +73,22 @@ def launch(experiment: Experiment, path: Path, observer: Observer) -> dict[str, 
     write_report(path)
     shutil.rmtree(folder.checkpoint, ignore_errors=True)
     return folder.read_summary()
+
+
+def _shared(found: Found | None, ranks: World) -> Found | None:
+    """The checkpoint that the first rank found, on every rank."""
+    rest, trees = None, dict[int, Tree]()
+    if found is not None:
+        state, position, releases = found
+        plain = {name: value for name, value in vars(state).items() if name not in ("server", "clients")}
+        rest = (plain, position, releases)
+        trees = {-2: state.server.params, -1: state.server.state, **state.clients}
+    rest = ranks.told(rest)
+    if rest is None:
+        return None
+    plain, position, releases = rest
+    clients = ranks.share(trees)
+    return State(Server(clients.pop(-2), clients.pop(-1)), clients, **plain), position, releases
 
 
 def settings_of(path: Path) -> Experiment:
