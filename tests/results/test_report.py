@@ -10,6 +10,7 @@ from results_synthetic import make_run
 
 from fot.errors import UserError
 from fot.results import RunFolder, charts, write_comparison, write_report
+from fot.results.report import run_page
 
 VOID = {"meta", "link", "br"}
 
@@ -249,3 +250,18 @@ def test_light_and_dark_differ_and_both_can_be_read(browser, pages):
             assert contrast(rgb(colour)[:3], tuple(ground)) >= 4.5, (dark, text, colour, ground)
         grounds.append(rgb(browser.ask("return getComputedStyle(document.body).backgroundColor")))
     assert contrast(*grounds) > 10
+
+
+def test_privacy_is_reported_where_it_was_kept(tmp_path):
+    folder = RunFolder.open(make_run(tmp_path / "run"))
+    summary, events, experiment = folder.read_summary(), folder.read_events(), folder.read_experiment()
+    assert "Differential privacy" not in run_page(summary, events, experiment)
+    privacy = {
+        "epsilon": 4.25, "epsilon_released": 4.25, "delta": 1e-5, "asked": 5.0, "calibration": "paper",
+        "noise": 0.685, "releases": 4, "covers": ["statistics"],
+    }  # fmt: skip
+    shown = run_page({**summary, "privacy": privacy, "clipped": 12, "aggregation": "secure"}, events, experiment)
+    for text in ("4.25 at delta 1e-05", "over 4 released sums", "5, by the paper", "0.685 times", "12 entries", "secure"):
+        assert text in shown
+    unbounded = run_page({**summary, "privacy": {**privacy, "epsilon": None}}, events, experiment)
+    assert "no bound at delta" in unbounded

@@ -81,7 +81,12 @@ class Run:
         self.aggregation = aggregation or make_aggregation("plain", seed=seed)
         self.evaluation = evaluation or Evaluation()
         self.seed = seed
-        self.names = {"benchmark": stream.name, "method": type(method).__name__.lower(), "partition": "own"}
+        self.names = {
+            "benchmark": stream.name,
+            "method": type(method).__name__.lower(),
+            "partition": "own",
+            "aggregation": "own" if aggregation else "plain",
+        }
         self.names |= names or {}
         self.tell: Observer = observer or (lambda event, **fields: None)
         ranks = world(options.device)
@@ -120,6 +125,7 @@ class Run:
             "benchmark": experiment.benchmark["name"],
             "method": experiment.method["name"],
             "partition": str(experiment.benchmark.get("partition", "own")),
+            "aggregation": experiment.aggregation["kind"],
         }
         if experiment.aggregation["kind"] == "secure" and not method.sums_only:
             raise UserError(

@@ -46,6 +46,7 @@ def run_page(summary: Summary, events: Events, experiment: str) -> str:
         _subspace(summary),
         _bytes(summary),
         _seconds(summary),
+        _privacy(summary),
         _settings(experiment),
         _warnings(events),
         _made(summary),
@@ -271,6 +272,27 @@ def _warnings(events: Events) -> str:
     return page.card("Warnings", "", f'<ul class="warnings">{items}</ul>', full=True) if found else ""
 
 
+def _privacy(summary: Summary) -> str:
+    """What differential privacy the run kept; nothing where none was asked for."""
+    privacy = summary.get("privacy")
+    if not privacy:
+        return ""
+    epsilon = "no bound" if privacy["epsilon"] is None else f"{privacy['epsilon']:.3g}"
+    facts = {
+        "Epsilon": f"{epsilon} at delta {privacy['delta']:g}, over {privacy['releases']} released sums",
+        "Asked for": f"{privacy['asked']:g}, by the {privacy['calibration']} calibration",
+        "Noise": f"{privacy['noise']:.3g} times the clip",
+        "Covers": ", ".join(privacy["covers"]),
+    }
+    note = "What the sums may tell of any one client; what is not covered has no such bound."
+    return page.card("Differential privacy", note, _facts(facts), full=True)
+
+
+def _facts(facts: Mapping[str, Any]) -> str:
+    rows = "".join(f"<dt>{name}</dt><dd>{escape(str(value))}</dd>" for name, value in facts.items())
+    return f'<dl class="facts">{rows}</dl>'
+
+
 def _made(summary: Summary) -> str:
     facts = {
         "Version": f"fot {summary['version']}",
@@ -278,7 +300,9 @@ def _made(summary: Summary) -> str:
         "Seed": summary["seed"],
         "Engine": summary["engine"],
         "Device": summary["device"],
+        "Sums": summary.get("aggregation", "plain"),
         "Excluded": f"{summary['excluded']} client updates were left out as invalid",
     }
-    rows = "".join(f"<dt>{name}</dt><dd>{escape(str(value))}</dd>" for name, value in facts.items())
-    return page.card("How it was made", "", f'<dl class="facts">{rows}</dl>', full=True)
+    if summary.get("clipped"):
+        facts["Clipped"] = f"{summary['clipped']} entries exceeded the public clip of the encoded sums"
+    return page.card("How it was made", "", _facts(facts), full=True)
