@@ -180,9 +180,8 @@ class _Loop:
                 for name, parameter in zip(names, own, strict=True):
                     parameter.copy_(server.params[name])
             order = permutation(fold(fold(keys.order, client), 0), len(task.clients[client]), device)
-            for step, rows in enumerate(
-                task.clients[client].to(device)[order].split(self.training.batch_size)
-            ):
+            batches = torch.split(task.clients[client].to(device)[order], self.training.batch_size)
+            for step, rows in enumerate(batches):
                 mask = keyed_dropout(fold(fold(keys.dropout, client), step)) if self.exact else nullcontext()
                 with mask, torch.autocast(device.type, torch.bfloat16, enabled=network.autocast):
                     logits = module(x[rows], 0) if network.multi_head else module(x[rows])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fot.aggregation import Summation
 from fot.benchmarks.stream import Task
@@ -20,8 +20,10 @@ from fot.engines.vectorized.stacked import CannotBatch
 from fot.methods.base import Method, Server
 from fot.network import Network, Tree
 
-CPU_BYTES = 48 << 20
-"""Weights of clients that train at once on a CPU: more of them than its caches hold is slower."""
+CPU_BYTES = 128 << 20
+"""Weights of the clients that train at once on a CPU: more brings no speed there."""
+CPU_CONVOLUTIONS = 4
+"""Clients at once on a CPU where the network convolves, which a CPU does client by client anyway."""
 
 
 class VectorizedEngine(SequentialEngine):
@@ -153,7 +155,11 @@ class VectorizedEngine(SequentialEngine):
             return self.at_once
         if self.device.type == "cuda":
             return 1 << 30
-        return max(1, CPU_BYTES // sum(t.numel() * t.element_size() for t in params.values()))
+        most = max(1, CPU_BYTES // sum(t.numel() * t.element_size() for t in params.values()))
+        convolves = any(
+            isinstance(m, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) for m in self.network.module.modules()
+        )
+        return min(most, CPU_CONVOLUTIONS) if convolves else most
 
 
 def check_folding(

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _NormBase
 
-from fot.dropout import keyed_dropout
 from fot.engines.base import Training
 from fot.engines.sequential import LOSS
 from fot.engines.vectorized.cohort import FoldedBatch, Step
 from fot.engines.vectorized.folding import Fold
+from fot.engines.vectorized.masks import cohort_dropout
 from fot.engines.vectorized.stacked import CannotBatch, Stacked
 from fot.engines.vectorized.steps import LocalWeight, NeedsAutograd, Pace
 from fot.methods.base import Method
@@ -116,7 +116,7 @@ class LocalTraining:
             pace.keep = self._keep(step)
             for name in leaves:
                 params[name].requires_grad_()
-            with keyed_dropout(step.dropout):
+            with cohort_dropout(step.dropout):
                 loss = self.method.loss(network, params, step.batch, state)
             found = torch.autograd.grad(loss, [tick, *(params[name] for name in leaves)], allow_unused=True)
             gradients = {name: g for name, g in zip(leaves, found[1:], strict=True) if g is not None}

@@ -1,0 +1,93 @@
+"""The masks of ``keyed_dropout`` for a whole cohort, bit for bit, at a cost that a round can bear.
+
+A unit is kept where the top 24 bits of SplitMix64(key, position) reach p·2**24. Two shortcuts: the last
+xor of the finaliser leaves these bits alone, and a comparison needs no conversion to floats. On a CPU
+the integers are worked through in pieces that stay in its cache; on a GPU one compiled kernel does all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from fot.dropout import keyed_dropout
+from fot.randomness import _DRAW, _GOLDEN, _MIX_1, _MIX_2, _signed, fold
+
+_PIECE = 1 << 15
+_LOWEST = -(1 << 63)
+
+
+class cohort_dropout(keyed_dropout):
+    """``keyed_dropout`` with one key a client.
+
+    Examples
+    --------
+    >>> x, keys = torch.ones(4, 3), torch.tensor([5, 7])
+    >>> with keyed_dropout(keys):
+    ...     one = torch.nn.functional.dropout(x, 0.4)
+    >>> with cohort_dropout(keys):
+    ...     other = torch.nn.functional.dropout(x, 0.4)
+    >>> torch.equal(one, other)
+    True
+    """
+
+    def mask(self, shape: torch.Size, p: float, device: torch.device) -> Tensor:
+        """The next mask: True where a unit is kept."""
+        keys = fold(self.keys, self.calls)
+        assert isinstance(keys, Tensor)
+        self.calls += 1
+        make = _by_pieces if device.type == "cpu" else _compiled()
+        return make(keys, shape.numel() // len(keys), _threshold(p)).view(shape)
+
+
+def _threshold(p: float) -> int:
+    """What 64 unsigned bits must reach to be kept, as the signed number that compares alike."""
+    # uniform >= p compares float32 numbers k·2**-24: k, the top 24 bits, must reach this.
+    least = math.ceil(torch.tensor(p, dtype=torch.float32).item() * 2**24)
+    return _signed(min(least << 40, (1 << 64) - 1)) ^ _LOWEST
+
+
+def _by_pieces(keys: Tensor, units: int, least: int) -> Tensor:
+    kept = torch.empty(len(keys), units, dtype=torch.bool)
+    starts = ((keys.flatten() ^ _DRAW) + _signed(_GOLDEN)).tolist()
+    walk = torch.arange(min(units, _PIECE)) * _signed(_GOLDEN)
+    z, shifted = torch.empty_like(walk), torch.empty_like(walk)
+    for row, start in zip(kept, starts, strict=True):
+        for begin in range(0, units, _PIECE):
+            out = row[begin : begin + _PIECE]
+            n = len(out)
+            offset = (start + begin * _GOLDEN) & ((1 << 64) - 1)
+            _reaches(torch.add(walk[:n], _signed(offset), out=z[:n]), shifted[:n], least, out)
+    return kept
+
+
+def _reaches(z: Tensor, shifted: Tensor, least: int, out: Tensor) -> None:
+    """Whether the top bits of mix(z) reach ``least``, in place: see ``fot.randomness``."""
+    for by, factor in ((30, _MIX_1), (27, _MIX_2)):
+        torch.bitwise_right_shift(z, by, out=shifted)
+        shifted.bitwise_and_((1 << (64 - by)) - 1)
+        z.bitwise_xor_(shifted).mul_(_signed(factor))
+    torch.ge(z.bitwise_xor_(_LOWEST), least, out=out)  # as unsigned numbers
+
+
+def _whole(keys: Tensor, units: int, least: int) -> Tensor:
+    counter = torch.arange(units, device=keys.device)
+    z = (keys ^ _DRAW) + (counter + 1) * _signed(_GOLDEN)
+    for by, factor in ((30, _MIX_1), (27, _MIX_2)):
+        z = (z ^ ((z >> by) & ((1 << (64 - by)) - 1))) * _signed(factor)
+    return (z ^ _LOWEST) >= least
+
+
+_kernel: Callable[[Tensor, int, int], Tensor] | None = None
+
+
+def _compiled() -> Callable[[Tensor, int, int], Tensor]:
+    """One kernel for the whole mask where a compiler is at hand, and torch's own operations where not."""
+    global _kernel
+    if _kernel is None:
+        _kernel = torch.compile(_whole, dynamic=False) if find_spec("triton") else _whole
+    return _kernel
