@@ -253,7 +253,8 @@ def test_light_and_dark_differ_and_both_can_be_read(browser, pages):
 
 
 def test_privacy_is_reported_where_it_was_kept(tmp_path):
-    folder = RunFolder.open(make_run(tmp_path / "run"))
+    make_run(tmp_path)
+    folder = RunFolder.open(tmp_path)
     summary, events, experiment = folder.read_summary(), folder.read_events(), folder.read_experiment()
     assert "Differential privacy" not in run_page(summary, events, experiment)
     privacy = {
