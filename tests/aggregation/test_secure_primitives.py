@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import hypergeom
 
 from fot.aggregation.secure import primitives
-from fot.aggregation.secure.graph import degree_needed, neighbours, threshold_of
+from fot.aggregation.secure.graph import _tail, degree_needed, neighbours, threshold_of
 from fot.aggregation.secure.shamir import PRIME, Combiner, combine, split
 from fot.aggregation.secure.wire import Refusal
 from fot.errors import UserError
@@ -147,7 +148,21 @@ def test_a_third_may_always_leave_the_complete_graph():
 
 
 def test_degrees_that_the_documentation_quotes():
-    tenth = {n: degree_needed(n, colluding=n // 10, dropping=n // 10, share=0.6) for n in (64, 256, 1024)}
-    assert tenth == {64: 26, 256: 38, 1024: 50}
-    # Checked against a simulation: how often a client loses too many neighbours.
-    assert degree_needed(64, colluding=0, dropping=21, share=0.6) >= 50
+    quoted = {
+        (0.05, 0.05): [14, 26, 30],
+        (0.1, 0.1): [26, 38, 50],
+        (0.2, 0.1): [34, 56, 74],
+        (0.1, 0.2): [34, 90, 140],
+        (0.2, 0.2): [44, 90, 140],
+        (0.05, 0.33): [54, 208, 618],
+    }
+    for (colluding, dropping), degrees in quoted.items():
+        for clients, degree in zip((64, 256, 1024), degrees, strict=True):
+            gone = {"colluding": int(colluding * clients), "dropping": int(dropping * clients)}
+            assert degree_needed(clients, **gone, share=0.6) == degree
+
+
+def test_the_chances_are_hypergeometric():
+    for population, marked, draws, at_least in [(63, 6, 26, 4), (1023, 102, 50, 20), (20, 3, 5, 4)]:
+        expected = hypergeom.sf(at_least - 1, population, marked, draws)
+        assert _tail(population, marked, draws, at_least) == pytest.approx(expected, rel=1e-9, abs=1e-300)
