@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -16,4 +17,5 @@ for kind in ("plain", "encoded"):
 
 
 def test_plain_and_encoded_sums_run_without_the_optional_packages():
-    subprocess.run([sys.executable, "-c", PROGRAM], check=True, timeout=120)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", PROGRAM], check=True, timeout=120, env=environment)
