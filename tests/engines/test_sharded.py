@@ -27,6 +27,7 @@ from fot.federation.experiment import resolve
 from fot.federation.launch import launch
 from fot.federation.run import Run
 from fot.methods import FOT, FedAvg
+from fot.methods.base import Server
 from fot.network import Tree
 from fot.results import RunFolder
 
@@ -67,6 +68,7 @@ def case(
     aggregation: str = "plain",
     privacy: Privacy | None = None,
     rounds: tuple[int, ...] = (3, 2),
+    **coding: Any,
 ) -> Run:
     """Two tasks, five rounds, nine clients with unlike data, in float64."""
     stream = build("digits", seed=SEED, partition="shards", tasks=2, clients=9)
@@ -77,7 +79,7 @@ def case(
         model,
         method,
         training=Training(rounds=rounds, cohort=cohort, batch_size=32, lr=0.1),
-        aggregation=make_aggregation(aggregation, seed=SEED, privacy=privacy),
+        aggregation=make_aggregation(aggregation, seed=SEED, privacy=privacy, **coding),
         engine=EngineOptions(kind=kind, device="cpu", precision="float64"),
         seed=SEED,
     )
@@ -96,7 +98,7 @@ CASES: dict[str, Callable[[], Run]] = {
     "a client not finite": lambda: case(FOT(threshold=0.8), "vectorized", cohort=9, bad={4}),
     "no client finite": lambda: case(FOT(threshold=0.8), bad=set(range(9)), rounds=(1, 1)),
     "states": lambda: case(Uneven()),
-    "encoded": lambda: case(FOT(threshold=0.8), aggregation="encoded", cohort=2),
+    "encoded": lambda: case(FOT(threshold=0.8), aggregation="encoded", cohort=2, update_clip=0.02),
     "private": lambda: case(FOT(threshold=0.8), privacy=NOISE, cohort=2),
     "private encoded": lambda: case(
         FOT(threshold=0.8), aggregation="encoded", privacy=NOISE, bad={4}, cohort=9
@@ -140,6 +142,13 @@ def work(rank: int, ports: dict[int, int], out: Path) -> None:
                 {n: t.contiguous() for n, t in tensors.items()}, f"{place}.safetensors"
             )
             Path(f"{place}.json").write_text(json.dumps(told))
+
+        drifted = CASES["fot vectorized"]()
+        if rank:
+            params = {name: torch.zeros_like(t) for name, t in drifted.state.server.params.items()}
+            drifted.state.server = Server(params, {})
+        tensors, _ = outcome(drifted)
+        safetensors.torch.save_file(tensors, out / f"drifted {ranks} {rank}.safetensors")
 
         from fot.cli import console  # only now: whether it speaks is settled by the environment
 
@@ -211,8 +220,12 @@ def test_the_number_of_ranks_does_not_matter(tmp_path: Path) -> None:
             check_case(name, tmp_path)
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from error
+    wanted, _ = outcome(CASES["fot vectorized"]())
     for ranks in (2, 3):
         check_resumed(ranks, tmp_path)
+        drifted = safetensors.torch.load_file(tmp_path / f"drifted {ranks} 0.safetensors")
+        for name, tensor in wanted.items():  # what the first rank holds is what counts
+            torch.testing.assert_close(drifted[name], tensor, rtol=0, atol=1e-10, msg=name)
 
 
 def check_case(name: str, out: Path) -> None:
@@ -250,6 +263,7 @@ def test_the_cases_are_what_they_are_called() -> None:
     names = ("a client not finite", "no client finite")
     excluded = {name: outcome(CASES[name]())[1]["summary"]["excluded"] for name in names}
     assert excluded == {"a client not finite": 6, "no client finite": 23}
+    assert outcome(CASES["encoded"]())[1]["summary"]["clipped"] > 0
     assert any(name.startswith("client ") for name in outcome(CASES["states"]())[0])
 
 
