@@ -299,3 +299,16 @@ def test_memory_follows_the_cohort_not_the_clients() -> None:
     with Watch():
         one_round(engine, Server(network.tree(), {}), task, 1, cohort=[4, 76, 5001, 9998])
     assert engine.fallback is None and largest < 1000
+
+
+def test_states_of_different_kinds_are_trained_sequentially_in_that_round_only() -> None:
+    task = a_task((12,), (6, 7, 3, 6))
+    network = Network(MODELS["mlp"][0](), dtype=torch.float64)
+    engine = VectorizedEngine(network, Proximal(), Training(batch_size=4, lr=0.05))
+    state = {2: {"fc1.weight": torch.ones(9, 12, dtype=torch.float64)}}
+    server = Server(network.tree(), {})
+    with pytest.warns(UserWarning, match="states of different kinds"):
+        one_round(engine, server, task, 0, state)
+    assert engine.fallback is not None
+    one_round(engine, server, task, 1, state, cohort=[0, 1, 3])
+    assert engine.fallback is None

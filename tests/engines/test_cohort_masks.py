@@ -27,4 +27,4 @@ def test_masks_equal_each_clients_own(keys: list[int], rows: int, units: int, p:
         single = torch.cat([one.mask(torch.Size((rows, units)), p, cpu) for one in alone])
         assert torch.equal(together, single)
         folded = fold(torch.tensor(keys).reshape(-1, 1), call)
-        assert torch.equal(masks._whole(folded, rows * units, masks._threshold(p)).view(shape), single)
+        assert torch.equal(masks._at_once(folded, rows * units, masks._threshold(p)).view(shape), single)

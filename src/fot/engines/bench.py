@@ -7,10 +7,11 @@ one large matrix product reaches here: no way of training a cohort by these prod
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -109,15 +110,14 @@ def bench_engine(
     for name, train in _ways(network, training).items():
         server = Server(network.tree(), {})
         cohort_ids = list(range(chosen.cohort))
-        train(server, task, cohort_ids, _keys(0))
         seconds = []
         with _peak_memory(network.device) as memory:
-            for r in range(1, rounds + 1):
+            for r in range(rounds + 1):
                 start = time.perf_counter()
                 train(server, task, cohort_ids, _keys(r))
                 _wait(network.device)
                 seconds.append(time.perf_counter() - start)
-        took = median(seconds)
+        took = median(seconds[1:])  # the first round warms up
         rows.append(Row(name, took, memory[0], 100 * least / took, differences[name]))
     return rows
 
@@ -266,6 +266,8 @@ def _peak_memory(device: torch.device) -> Iterator[list[int]]:
         yield peak
         peak[0] = torch.cuda.max_memory_allocated(device) - before
         return
+    with suppress(OSError, AttributeError):  # give back what earlier work freed, or it would hide ours
+        ctypes.CDLL(None).malloc_trim(0)
     before, done = _resident(), threading.Event()
 
     def watch() -> None:

@@ -21,6 +21,7 @@ class Holdings:
     """Which samples each client of a task holds: one list for all clients, and where each begins."""
 
     def __init__(self, task: Task, device: torch.device) -> None:
+        self.task = task
         self.sizes = [len(held) for held in task.clients]
         self.rows = torch.cat([*task.clients, torch.zeros(0, dtype=torch.int64)]).to(device)
         ends = torch.tensor([0, *self.sizes]).cumsum(0).to(device)

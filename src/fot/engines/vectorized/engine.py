@@ -15,8 +15,9 @@ from fot.engines.base import RoundKeys, RoundOutcome, Training
 from fot.engines.sequential import LOSS, SequentialEngine
 from fot.engines.vectorized.cohort import Holdings, chunks, cohort_steps
 from fot.engines.vectorized.graph import GraphedRound
-from fot.engines.vectorized.local import LocalTraining, NeedsAutograd, stacked_states
+from fot.engines.vectorized.local import LocalTraining, stacked_states
 from fot.engines.vectorized.stacked import CannotBatch
+from fot.engines.vectorized.steps import NeedsAutograd
 from fot.methods.base import Method, Server
 from fot.network import Network, Tree
 
@@ -49,10 +50,11 @@ class VectorizedEngine(SequentialEngine):
         super().__init__(network, method, training)
         self.at_once = at_once
         self.fallback: str | None = None
+        """Why the last round was trained one client after another; None where it was not."""
         self._local = LocalTraining(network, method, training)
-        self._task: Task | None = None
         self._held: Holdings | None = None
         self._graphs: dict[object, GraphedRound] = {}
+        self._verdicts: dict[object, str | None] = {}
 
     def train(
         self,
@@ -66,26 +68,15 @@ class VectorizedEngine(SequentialEngine):
         keep_local: bool = False,
     ) -> RoundOutcome:
         """Train the cohort from the server's model and sum the updates."""
-        try:
-            if self._task is not task:
-                self._task, self.fallback = task, None
-                self._held = Holdings(task, self.device)
-                self._graphs.clear()
-                check_folding(self, server, task, cohort, keys, clients)
-            if self.fallback is None:
-                return self._train(server, task, cohort, keys, clients, summation, keep_local)
-        except CannotBatch as reason:
-            self.fallback = str(reason)
-            warnings.warn(f"clients train one after another: {reason}", stacklevel=2)
-        return super().train(server, task, cohort, keys, clients, summation, keep_local=keep_local)
-
-    def _train(
-        self, server: Server, task: Task, cohort: Sequence[int], keys: RoundKeys, clients: dict[int, Tree],
-        summation: Summation, keep_local: bool,
-    ) -> RoundOutcome:  # fmt: skip
-        pieces = list(chunks(cohort, [len(held) for held in task.clients], self._most(server.params)))
-        # States that cannot be stacked are found out here, before anything is summed.
-        states = [stacked_states([clients.get(client, {}) for client in piece]) for piece in pieces]
+        if self._held is None or self._held.task is not task:
+            self._held = Holdings(task, self.device)
+            self._graphs.clear()
+            self._verdicts.clear()
+        pieces = list(chunks(cohort, self._held.sizes, self._most(server.params)))
+        self.fallback, states = self._verdict(server, task, pieces, keys, clients)
+        if self.fallback is not None:
+            warnings.warn(f"clients train one after another: {self.fallback}", stacklevel=2)
+            return super().train(server, task, cohort, keys, clients, summation, keep_local=keep_local)
         excluded: list[int] = []
         local_params: dict[int, Tree] = {}
         for piece, state in zip(pieces, states, strict=True):
@@ -105,8 +96,35 @@ class VectorizedEngine(SequentialEngine):
         sums = summation.close() if len(excluded) < len(cohort) else None
         return RoundOutcome(sums, tuple(c for c in cohort if c in excluded), local_params)
 
+    def _verdict(
+        self, server: Server, task: Task, pieces: list[list[int]], keys: RoundKeys, clients: dict[int, Tree]
+    ) -> tuple[str | None, list[Tree]]:
+        """Why this cohort cannot train at once, or None, and its states stacked.
+
+        It follows from the round alone, not from earlier ones: a resumed run must come to the same.
+        """
+        own = [clients.get(client, {}) for piece in pieces for client in piece]
+        kinds = {tuple((name, tuple(t.shape)) for name, t in sorted(state.items())) for state in own}
+        if len(kinds) > 1:
+            return "clients keep states of different kinds", []
+        kind = kinds.pop()
+        if kind not in self._verdicts:
+            self._verdicts[kind] = None
+            try:
+                check_folding(self, server, task, pieces[0], keys, clients)
+            except CannotBatch as reason:
+                self._verdicts[kind] = str(reason)
+        return self._verdicts[kind], [stacked_states([clients.get(c, {}) for c in piece]) for piece in pieces]
+
     def local_cohort(
-        self, server: Server, task: Task, piece: Sequence[int], keys: RoundKeys, state: Tree
+        self,
+        server: Server,
+        task: Task,
+        piece: Sequence[int],
+        keys: RoundKeys,
+        state: Tree,
+        *,
+        recorded: bool = True,
     ) -> Tree:
         """What the clients send, ``[C, *shape]`` each: their models after local training, their losses."""
         sizes = [len(task.clients[client]) for client in piece]
@@ -123,7 +141,7 @@ class VectorizedEngine(SequentialEngine):
         def round_of(given: Tree) -> Tree:
             return self._round(given, task, longest, even)
 
-        if self.device.type != "cuda":
+        if self.device.type != "cuda" or not recorded:
             return round_of(inputs)
         shape = (longest, even, *((name, tensor.shape) for name, tensor in inputs.items()))
         if shape not in self._graphs:
@@ -204,7 +222,7 @@ def check_folding(
     at_once._held = Holdings(small, engine.device)
     state = stacked_states([own_states.get(client, {}) for client in few])
     try:
-        folded = at_once.local_cohort(exact, small, few, keys, state)
+        folded = at_once.local_cohort(exact, small, few, keys, state, recorded=False)
     except CannotBatch:
         raise
     except (RuntimeError, ValueError, IndexError, TypeError) as error:

@@ -15,8 +15,8 @@ from fot.engines.sequential import LOSS
 from fot.engines.vectorized.cohort import FoldedBatch, Step
 from fot.engines.vectorized.folding import Fold
 from fot.engines.vectorized.masks import cohort_dropout
-from fot.engines.vectorized.stacked import CannotBatch, Stacked
-from fot.engines.vectorized.steps import LocalWeight, NeedsAutograd, Pace
+from fot.engines.vectorized.stacked import Stacked
+from fot.engines.vectorized.steps import LocalWeight, Pace
 from fot.methods.base import Method
 from fot.network import Network, Tree
 
@@ -190,17 +190,11 @@ def _along(clients: Tensor, stack: Tensor) -> Tensor:
 
 
 def stacked_states(states: list[Tree]) -> Tree:
-    """The clients' states with a client axis, or CannotBatch where they differ in kind.
+    """The clients' states with a client axis.
 
     Examples
     --------
     >>> stacked_states([{"a": torch.zeros(3)}, {"a": torch.ones(3)}])["a"].shape
     torch.Size([2, 3])
     """
-    shapes = [{name: tensor.shape for name, tensor in state.items()} for state in states]
-    if any(shape != shapes[0] for shape in shapes):
-        raise CannotBatch("clients keep states of different kinds")
-    return {name: torch.stack([state[name] for state in states]) for name in shapes[0]}
-
-
-__all__ = ["FoldedNetwork", "LocalTraining", "NeedsAutograd", "stacked_states"]
+    return {name: torch.stack([state[name] for state in states]) for name in states[0]}

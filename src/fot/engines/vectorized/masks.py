@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -40,7 +42,7 @@ class cohort_dropout(keyed_dropout):
         keys = fold(self.keys, self.calls)
         assert isinstance(keys, Tensor)
         self.calls += 1
-        make = _by_pieces if device.type == "cpu" else _compiled()
+        make = _by_pieces if device.type == "cpu" else _at_once
         return make(keys, shape.numel() // len(keys), _threshold(p)).view(shape)
 
 
@@ -74,20 +76,27 @@ def _reaches(z: Tensor, shifted: Tensor, least: int, out: Tensor) -> None:
     torch.ge(z.bitwise_xor_(_LOWEST), least, out=out)  # as unsigned numbers
 
 
-def _whole(keys: Tensor, units: int, least: int) -> Tensor:
-    counter = torch.arange(units, device=keys.device)
+def _whole(keys: Tensor, counter: Tensor, least: Tensor) -> Tensor:
     z = (keys ^ _DRAW) + (counter + 1) * _signed(_GOLDEN)
     for by, factor in ((30, _MIX_1), (27, _MIX_2)):
         z = (z ^ ((z >> by) & ((1 << (64 - by)) - 1))) * _signed(factor)
     return (z ^ _LOWEST) >= least
 
 
-_kernel: Callable[[Tensor, int, int], Tensor] | None = None
+def _at_once(keys: Tensor, units: int, least: int) -> Tensor:
+    counter = torch.arange(units, device=keys.device)
+    # The threshold is filled in on the device: a copy from the host could not be recorded in a graph.
+    return _kernel(keys.device)(keys, counter, torch.full((), least, device=keys.device))
 
 
-def _compiled() -> Callable[[Tensor, int, int], Tensor]:
-    """One kernel for the whole mask where a compiler is at hand, and torch's own operations where not."""
-    global _kernel
-    if _kernel is None:
-        _kernel = torch.compile(_whole, dynamic=False) if find_spec("triton") else _whole
-    return _kernel
+@cache
+def _kernel(device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """One kernel for the whole mask where a compiler is at hand and right; torch's operations where not."""
+    if find_spec("triton"):
+        compiled = torch.compile(_whole, dynamic=True)
+        keys, counter = torch.arange(3, device=device)[:, None] << 55, torch.arange(99, device=device)
+        with suppress(Exception):  # a compiler can fail in many ways, and none of them matters here
+            least = torch.full((), 1 << 61, device=device)
+            if torch.equal(compiled(keys, counter, least), _whole(keys, counter, least)):
+                return compiled
+    return _whole
