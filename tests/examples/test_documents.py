@@ -13,9 +13,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import fot.cli
+from fot.benchmarks import build
+from fot.engines.base import Training
 from fot.federation.experiment import recipes, resolve
+from fot.federation.run import Run
+from fot.methods import Method
+from fot.models import mlp
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/your-own.md"]
@@ -61,6 +67,12 @@ def test_what_a_document_shows_runs(document: str, folder: Path) -> None:
                 assert command == "fot", line
                 fot.cli.app(args=arguments, standalone_mode=False)
                 ran += 1
+    for method in namespace.values():
+        if isinstance(method, type) and method.__module__ == "document" and issubclass(method, Method):
+            torch.manual_seed(0)
+            training = Training(rounds=5, lr=0.1)
+            summary = Run(build("digits", tasks=2, clients=3), mlp(), method(), training=training)()
+            assert summary["acc"] > 30  # it learns
     for recipe in folder.glob("*.toml"):
         assert resolve(recipe).method["name"]
         ran += 1
