@@ -61,8 +61,8 @@ def cohort_steps(
     clients: Tensor,
     keys: Tensor,
     *,
+    shortest: int,
     longest: int,
-    even: bool,
     epochs: int,
     batch_size: int,
     dtype: torch.dtype,
@@ -73,8 +73,8 @@ def cohort_steps(
     ----------
     clients, keys
         ``[C]`` clients, and the round's three keys (order, dropout, augment), on the device.
-    longest, even
-        The largest number of samples a client has, and whether all have as many.
+    shortest, longest
+        Bounds of the numbers of samples that these clients hold: steps that all fill need no masks.
     """
     x, y = data
     count = holdings.counts[clients]
@@ -96,12 +96,13 @@ def cohort_steps(
                 inputs = task.augment(
                     inputs, fold(fold(augment, step)[:, None], position[: valid.shape[1]]).flatten()
                 )
-            number = valid.sum(1, keepdim=True)
-            weight = valid.to(dtype) / number.clamp(min=1).to(dtype)
+            everyone, full = shortest > piece.start, shortest >= piece.stop
+            number = valid.sum(1, keepdim=True).clamp(min=1)
+            weight = valid.to(dtype) / number.to(dtype)
             yield Step(
                 FoldedBatch(inputs, y[rows], task.index, weight.flatten(), len(clients)),
-                None if even else valid.flatten(),
-                None if even else number[:, 0] > 0,
+                None if full else valid.flatten(),
+                None if everyone else valid[:, 0],
                 fold(dropout, step),
             )
 

@@ -128,9 +128,10 @@ class VectorizedEngine(SequentialEngine):
     ) -> Tree:
         """What the clients send, ``[C, *shape]`` each: their models after local training, their losses."""
         sizes = [len(task.clients[client]) for client in piece]
-        longest, even = max(sizes), min(sizes) == max(sizes)
-        if self.device.type == "cuda" and not even:
-            longest = max(len(held) for held in task.clients)  # one shape, so one graph, for every cohort
+        bounds = min(sizes), max(sizes)
+        if self.device.type == "cuda":  # one shape, so one graph, for every cohort
+            sizes = [len(held) for held in task.clients if len(held)]
+            bounds = min(sizes), max(sizes)
         inputs = {
             "clients": torch.tensor(piece, device=self.device),
             "keys": torch.tensor([keys.order, keys.dropout, keys.augment], device=self.device),
@@ -139,16 +140,16 @@ class VectorizedEngine(SequentialEngine):
         }
 
         def round_of(given: Tree) -> Tree:
-            return self._round(given, task, longest, even)
+            return self._round(given, task, *bounds)
 
         if self.device.type != "cuda" or not recorded:
             return round_of(inputs)
-        shape = (longest, even, *((name, tensor.shape) for name, tensor in inputs.items()))
+        shape = tuple((name, tensor.shape) for name, tensor in inputs.items())
         if shape not in self._graphs:
             self._graphs[shape] = GraphedRound(round_of, inputs)
         return self._graphs[shape](inputs)
 
-    def _round(self, inputs: Tree, task: Task, longest: int, even: bool) -> Tree:
+    def _round(self, inputs: Tree, task: Task, shortest: int, longest: int) -> Tree:
         """A round as a function of tensors alone, so that a GPU can record it."""
         training = self.training
         assert self._held is not None
@@ -156,7 +157,7 @@ class VectorizedEngine(SequentialEngine):
         while True:
             steps = cohort_steps(
                 task, self._data(task), self._held, inputs["clients"], inputs["keys"],
-                longest=longest, even=even, epochs=training.epochs, batch_size=training.batch_size,
+                shortest=shortest, longest=longest, epochs=training.epochs, batch_size=training.batch_size,
                 dtype=self.network.dtype,
             )  # fmt: skip
             number = -(-longest // training.batch_size) * training.epochs
