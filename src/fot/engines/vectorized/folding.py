@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from fot.engines.vectorized import norms
 from fot.engines.vectorized.products import Convolution, Linear, product
 from fot.engines.vectorized.stacked import CannotBatch, Stacked, name_of, per_channel, raw
+from fot.engines.vectorized.steps import LocalBias, LocalWeight
 
 
 class Fold(TorchFunctionMode):
@@ -128,12 +129,18 @@ class Fold(TorchFunctionMode):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """y = x Wᵀ + b, W and b each client's own."""
-        if not isinstance(weight, Stacked):
-            y = F.linear(x, weight)
-        else:
+        own_bias = bias.local if isinstance(bias, Stacked) else None
+        if isinstance(weight, Stacked) and isinstance(weight.local, LocalWeight):
             self.split(x)
-            operation = Linear()
-            y = weight.local.apply(operation, x) if weight.local else product(operation, x, raw(weight))
+            assert own_bias is None or isinstance(own_bias, LocalBias)
+            y = weight.local.apply(Linear(), x, own_bias)
+            if own_bias is not None:
+                return y
+        else:
+            if own_bias is not None:
+                own_bias.refuse()
+            self.split(x)
+            y = product(Linear(), x, raw(weight)) if isinstance(weight, Stacked) else F.linear(x, weight)
         if bias is None:
             return y
         if not isinstance(bias, Stacked):
@@ -159,7 +166,12 @@ class Fold(TorchFunctionMode):
         if x.dim() != axes + 2:
             raise CannotBatch("a convolution of a single sample without a batch axis")
         operation = Convolution(raw(weight).shape[2:], stride, padding, dilation, groups)
-        y = weight.local.apply(operation, x) if weight.local else product(operation, x, raw(weight))
+        local = weight.local
+        y = (
+            local.apply(operation, x)
+            if isinstance(local, LocalWeight)
+            else product(operation, x, raw(weight))
+        )
         if bias is None:
             return y
         return self.elementwise(torch.add, (y, per_channel(bias, axes)), {})

@@ -16,7 +16,7 @@ from fot.engines.vectorized.cohort import FoldedBatch, Step
 from fot.engines.vectorized.folding import Fold
 from fot.engines.vectorized.masks import cohort_dropout
 from fot.engines.vectorized.stacked import Stacked
-from fot.engines.vectorized.steps import LocalWeight, Pace
+from fot.engines.vectorized.steps import LocalBias, LocalWeight, Pace
 from fot.methods.base import Method
 from fot.network import Network, Tree
 
@@ -28,7 +28,7 @@ class FoldedNetwork(Network):
         self.__dict__.update(vars(network))  # the same module, not a copy
         self.clients = clients
         self.stacked = stacked
-        self.local: dict[str, LocalWeight] = {}
+        self.local: dict[str, LocalWeight | LocalBias] = {}
         self.padded: tuple[Tensor, Tensor | None] | None = None
         """The batch's samples, and which of them count."""
         self._mode: bool | None = None
@@ -98,9 +98,11 @@ class LocalTraining:
         network = FoldedNetwork(self.network, clients, {*trained, *moving})
         tick = torch.zeros((), device=self.network.device, requires_grad=True)
         if self.plain:
-            layers = _layer_weights(self.network.module) - self.by_autograd
+            weights, biases = _layers(self.network.module)
+            own = [name for name in trained if name not in self.by_autograd]
             network.local = {
-                n: LocalWeight(n, params[n], clients, pace, tick) for n in trained if n in layers
+                **{n: LocalWeight(n, params[n], clients, pace, tick) for n in own if n in weights},
+                **{n: LocalBias(n, params[n], clients, pace) for n in own if biases.get(n) in own},
             }
         leaves = [name for name in trained if name not in network.local]
         params = dict(params)
@@ -175,14 +177,17 @@ def _moving(module: nn.Module) -> list[str]:
     ]
 
 
-def _layer_weights(module: nn.Module) -> set[str]:
-    """Weights whose layer is a product (linear, convolution): these a backward pass can step."""
-    layers = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-    return {
-        f"{prefix}.weight" if prefix else "weight"
-        for prefix, layer in module.named_modules()
-        if isinstance(layer, layers)
-    }
+def _layers(module: nn.Module) -> tuple[set[str], dict[str, str]]:
+    """What a backward pass can step: weights of layers that are products, and the biases of linear ones."""
+    weights: set[str] = set()
+    biases: dict[str, str] = {}
+    for prefix, layer in module.named_modules():
+        if isinstance(layer, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+            weight, bias = (f"{prefix}.{name}" if prefix else name for name in ("weight", "bias"))
+            weights.add(weight)
+            if isinstance(layer, nn.Linear) and layer.bias is not None:
+                biases[bias] = weight
+    return weights, biases
 
 
 def _along(clients: Tensor, stack: Tensor) -> Tensor:

@@ -3,36 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fot.engines.vectorized.products import Convolution, Linear
+from fot.engines.vectorized.steps import LocalBias, LocalWeight
 
 
 class CannotBatch(Exception):
     """The cohort cannot be trained at once; the message says why."""
 
 
-class Local(Protocol):
-    """Clients' own weights of a layer that are stepped during the backward pass (see ``steps``)."""
-
-    def apply(self, operation: Linear | Convolution, x: Tensor) -> Tensor:
-        """The operation on x, each client with its own weights."""
-        ...
-
-    def refuse(self) -> None:
-        """Say that this weight must be left to autograd."""
-
-
 class Stacked(Tensor):
     """A parameter or buffer of C clients, ``[C, *shape]``, which a module sees as one of that shape."""
 
-    local: Local | None
+    local: LocalWeight | LocalBias | None
+    """What steps it during the backward pass, where autograd does not see it."""
 
     @classmethod
-    def of(cls, stack: Tensor, local: Local | None = None) -> Stacked:
+    def of(cls, stack: Tensor, local: LocalWeight | LocalBias | None = None) -> Stacked:
         """Mark a tensor as a stack."""
         marked: Stacked = stack.as_subclass(cls)
         marked.local = local

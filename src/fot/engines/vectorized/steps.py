@@ -66,14 +66,18 @@ class LocalWeight:
         self.form: _Dense | _Factored | None = None
         self.waiting = False
 
-    def apply(self, operation: Linear | Convolution, x: Tensor) -> Tensor:
-        """The layer's output; its backward pass steps the weights."""
+    def apply(self, operation: Linear | Convolution, x: Tensor, bias: LocalBias | None = None) -> Tensor:
+        """The layer's output; its backward pass steps the weights, and the bias where it is given."""
         if self.waiting:
             self.refuse()
+        if bias is not None and bias.waiting:
+            bias.refuse()
         if self.form is None:
             self.form = self._choose(operation, x)
         self.waiting = torch.is_grad_enabled()
-        y: Tensor = _Stepped.apply(lowered(x), self.tick, self, operation)  # type: ignore[no-untyped-call]
+        if bias is not None:
+            bias.waiting = self.waiting
+        y: Tensor = _Stepped.apply(lowered(x), self.tick, self, operation, bias)  # type: ignore[no-untyped-call]
         return y
 
     def refuse(self) -> None:
@@ -95,20 +99,53 @@ class LocalWeight:
         return _Dense(self.shared, self.clients)
 
 
+class LocalBias:
+    """The clients' own biases of a linear layer whose weights are stepped during the backward pass."""
+
+    def __init__(self, name: str, bias: Tensor, clients: int, pace: Pace) -> None:
+        self.name = name
+        self.pace = pace
+        self.values = bias.repeat(clients, 1)
+        self.waiting = False
+
+    def refuse(self) -> None:
+        """Say that this bias must be left to autograd."""
+        raise NeedsAutograd(self.name)
+
+    def step(self, d: Tensor) -> None:
+        """b <- keep·b - lr·Σ d, the sum over a client's rows ``[C, n, out]``."""
+        keep = self.pace.keep
+        self.values.mul_(keep[:, None] if isinstance(keep, Tensor) else keep).sub_(
+            d.sum(1), alpha=self.pace.lr
+        )
+        self.waiting = False
+
+    def stack(self) -> Tensor:
+        """The clients' biases now, ``[C, out]``."""
+        return self.values
+
+
 class _Stepped(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tick: Tensor, local: LocalWeight, operation: Any) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, tick: Tensor, local: LocalWeight, operation: Any, bias: LocalBias | None
+    ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.local, ctx.operation = local, operation
+        ctx.local, ctx.operation, ctx.bias = local, operation, bias
         assert local.form is not None
-        return local.form.forward(operation, x, local.pace)
+        y = local.form.forward(operation, x, local.pace)
+        if bias is not None:
+            y.view(local.clients, -1, y.shape[-1]).add_(bias.values.unsqueeze(1))
+        return y
 
     @staticmethod
-    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, None, None, None, None]:
         (x,), local = ctx.saved_tensors, ctx.local
         below = local.form.backward(ctx.operation, d, x, local.pace, ctx.needs_input_grad[0])
         local.waiting = False
-        return below, None, None, None
+        if ctx.bias is not None:
+            ctx.bias.step(d.reshape(local.clients, -1, d.shape[-1]).to(ctx.bias.values.dtype))
+        return below, None, None, None, None
 
 
 class _Dense:
