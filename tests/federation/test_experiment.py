@@ -244,7 +244,8 @@ class Mine(FedAvg):
     \"\"\"A method of one's own.\"\"\"
 
 def net(width: int = 4, bad: bool = False):
-    return 5 if bad else torch.nn.Sequential(torch.nn.Linear(3, width), torch.nn.ReLU(), torch.nn.Linear(width, 2))
+    layers = torch.nn.Linear(3, width), torch.nn.ReLU(), torch.nn.Linear(width, 2)
+    return 5 if bad else torch.nn.Sequential(*layers)
 
 def stream(tasks: int = 2, *, seed: int):
     return _stream(tasks, seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -194,7 +195,7 @@ def test_the_cohort_is_drawn_anew_each_round_from_its_key():
 
 def test_bytes_by_hand():
     """4-5-3 with biases in float32: 43 parameters; sketches of 4 x 8 and 5 x 10 with s = 2d."""
-    run, summary, events = watched(stream(2), mlp(), FOT(threshold=0.5, sketch="2d"))
+    _, summary, events = watched(stream(2), mlp(), FOT(threshold=0.5, sketch="2d"))
     rounds = [f for e, f in events if e == "round_finished"]
     assert {f["bytes_down"] for f in rounds} == {43 * 4} and {f["bytes_up"] for f in rounds} == {43 * 4 + 4}
     assert summary["bytes_up"]["training"] == 4 * (43 * 4 + 4)  # four rounds; the loss is sent too
@@ -222,9 +223,7 @@ def test_pythons_warnings_reach_the_observer():
 
 
 def test_notes_of_the_data_are_told():
-    task = make(0)
-    noted = Task(*[getattr(task, n) for n in ("index", "name", "classes", "train_x", "train_y", "test_x", "test_y")],
-                 clients=task.clients, notes=("an image was left out",))  # fmt: skip
+    noted = replace(make(0), notes=("an image was left out",))
     _, _, events = watched(TaskStream("noise", 3, False, (4,), 1, lambda _: noted), mlp(), FedAvg())
     assert [f["message"] for e, f in events if e == "warning"] == ["an image was left out"]
 
@@ -295,8 +294,9 @@ def test_the_headline():
 
 
 def test_precision_and_names():
-    run = Run(build("digits", tasks=1), nn.Sequential(nn.Linear(64, 10)), FedAvg(),
-              engine=EngineOptions(precision="bfloat16", device="cpu"), names={"benchmark": "mine"})  # fmt: skip
+    options = EngineOptions(precision="bfloat16", device="cpu")
+    model = nn.Sequential(nn.Linear(64, 10))
+    run = Run(build("digits", tasks=1), model, FedAvg(), engine=options, names={"benchmark": "mine"})
     assert run.network.autocast and run.network.dtype is torch.float32
     summary = run()
     assert summary["benchmark"] == "mine" and summary["partition"] == "own" and summary["acc"] > 15

@@ -77,7 +77,10 @@ class PlainDisplay:
 
 
 class LiveDisplay:
-    """A bar over all rounds with the time left, and below it the current accuracies."""
+    """A bar over all rounds with the time left, and below it the loss, the accuracies and warnings.
+
+    It appears with the first event: a run that is only read from its folder shows none.
+    """
 
     def __init__(self, console: Console, title: str) -> None:
         self.title = title
@@ -87,25 +90,27 @@ class LiveDisplay:
             MofNCompleteColumn(),
             TextColumn("rounds"),
             TimeRemainingColumn(compact=True, elapsed_when_finished=True),
+            TextColumn("{task.fields[time]}"),
             console=console,
             expand=True,
         )
-        self.bar = self.progress.add_task(title, total=None)
-        self.accuracies = Text("", style="dim")
+        self.bar = self.progress.add_task(title, total=None, time="left")
+        self.loss: float | None = None
+        self.accuracies = ""
         self.warnings: list[Text] = []
         self.tasks: int | None = None
         self.live = Live(self._body(), console=console, refresh_per_second=8)
 
     def __enter__(self) -> LiveDisplay:
-        self.live.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.live.__exit__(kind, error, trace)
+        self.live.stop()
 
     def __call__(self, event: str, **fields: Any) -> None:
+        self.live.start()
         if event == "run_started":
             self.tasks = fields["tasks"]
         elif event == "task_started":
@@ -116,13 +121,16 @@ class LiveDisplay:
             description = f"{self.title}  task {fields['task'] + 1}{of}"
             self.progress.update(self.bar, description=description, total=bar.completed + ahead)
         elif event == "round_finished":
+            self.loss = fields["loss"]
             self.progress.advance(self.bar)
         elif event == "evaluated":
-            self.accuracies = Text(f"accuracy  {accuracies_line(fields['accuracies'], self.tasks)}", style="dim")
-            self.live.update(self._body())
+            self.accuracies = f"accuracy  {accuracies_line(fields['accuracies'], self.tasks)}"
         elif event == "warning":
             self.warnings.append(Text(f"warning: {fields['message']}", style="yellow"))
-            self.live.update(self._body())
+        elif event == "run_finished":
+            self.progress.update(self.bar, total=self.progress.tasks[0].completed, time="in all")
+        self.live.update(self._body())
 
     def _body(self) -> Group:
-        return Group(self.progress, self.accuracies, *self.warnings)
+        loss = "" if self.loss is None else f"loss {self.loss:.3f}   "
+        return Group(self.progress, Text(loss + self.accuracies, style="dim"), *self.warnings)
