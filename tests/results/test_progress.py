@@ -12,9 +12,7 @@ from fot.results.progress import LiveDisplay, PlainDisplay, accuracies_line, dis
 
 
 def console(terminal: bool) -> Console:
-    return Console(
-        file=io.StringIO(), force_terminal=terminal, width=100, color_system=None, legacy_windows=False
-    )
+    return Console(file=io.StringIO(), force_terminal=terminal, width=100, color_system=None)
 
 
 def play(shown, tasks: int | None = 2) -> None:
