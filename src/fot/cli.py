@@ -6,7 +6,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -23,36 +23,38 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 bench = typer.Typer(help="Measure this machine: memory and speed.", no_args_is_help=True)
-data = typer.Typer(help="The data sets of the paper: what there is, fetching, checking.", no_args_is_help=True)
+data = typer.Typer(
+    help="The data sets of the paper: what there is, fetching, checking.", no_args_is_help=True
+)
 app.add_typer(bench, name="bench")
 app.add_typer(data, name="data")
 # Of the ranks that torchrun starts, the first one speaks.
 console = Console(quiet=os.environ.get("WORLD_SIZE", "1") != "1" and os.environ.get("RANK", "0") != "0")
 
 RECIPE_HELP = "A recipe's name (see `fot list`) or the path of a TOML file."
-Out = Annotated[Optional[Path], typer.Option(help="Folder of the results; runs/RECIPE/... by default.")]
+Out = Annotated[Path | None, typer.Option(help="Folder of the results; runs/RECIPE/... by default.")]
 Set = Annotated[
-    Optional[list[str]],
+    list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Change one setting, e.g. training.lr=0.1; repeatable."),
 ]
-Partition = Annotated[Optional[str], typer.Option(help="How data are dealt to clients: iid, shards, ...")]
-EngineName = Annotated[Optional[str], typer.Option(help="Where clients compute.")]
-DataDir = Annotated[Optional[Path], typer.Option(help="Folder of the data sets; FOT_DATA by default.")]
-Device = Annotated[Optional[str], typer.Option(help="cpu, cuda, cuda:1, ...")]
+Partition = Annotated[str | None, typer.Option(help="How data are dealt to clients: iid, shards, ...")]
+EngineName = Annotated[str | None, typer.Option(help="Where clients compute.")]
+DataDir = Annotated[Path | None, typer.Option(help="Folder of the data sets; FOT_DATA by default.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")]
 
 
 @app.command()
 def run(
-    recipe: Annotated[Optional[str], typer.Argument(help=RECIPE_HELP)] = None,
-    method: Annotated[Optional[str], typer.Option(help="A method, or your own as package.module:Class.")] = None,
+    recipe: Annotated[str | None, typer.Argument(help=RECIPE_HELP)] = None,
+    method: Annotated[str | None, typer.Option(help="A method, or your own as package.module:Class.")] = None,
     partition: Partition = None,
-    seed: Annotated[Optional[int], typer.Option(min=0)] = None,
+    seed: Annotated[int | None, typer.Option(min=0)] = None,
     engine: EngineName = None,
     device: Device = None,
     out: Out = None,
     sets: Set = None,
     resume: Annotated[
-        Optional[Path], typer.Option(metavar="DIR", help="Go on with the interrupted run in this folder.")
+        Path | None, typer.Option(metavar="DIR", help="Go on with the interrupted run in this folder.")
     ] = None,
 ) -> None:
     """Run one method on one recipe, or go on with an interrupted run."""
@@ -63,8 +65,18 @@ def run(
     changes = (method, partition, seed, engine, device, out, sets)
     if (recipe is None) == (resume is None) or (resume and any(c is not None for c in changes)):
         raise UserError("give a recipe, or --resume DIR alone: an interrupted run keeps its settings")
-    experiment = settings_of(resume) if resume else resolve(
-        str(recipe), method=method, partition=partition, seed=seed, engine=engine, device=device, sets=sets or ()
+    experiment = (
+        settings_of(resume)
+        if resume
+        else resolve(
+            str(recipe),
+            method=method,
+            partition=partition,
+            seed=seed,
+            engine=engine,
+            device=device,
+            sets=sets or (),
+        )
     )
     path = resume or out or default_path(_root(str(recipe)), experiment)
     summary = _run(experiment, path, "")
@@ -75,7 +87,9 @@ def run(
 
 @app.command()
 def compare(
-    what: Annotated[list[str], typer.Argument(metavar="RECIPE | DIR...", help="A recipe, or folders of runs.")],
+    what: Annotated[
+        list[str], typer.Argument(metavar="RECIPE | DIR...", help="A recipe, or folders of runs.")
+    ],
     methods: Annotated[str, typer.Option(help="Methods, separated by commas.")] = "",
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds: 0, 1, ...")] = 3,
     partition: Partition = None,
@@ -148,7 +162,9 @@ def data_list(data_dir: DataDir = None) -> None:
     from fot.benchmarks.datasets import KNOWN, data_root, find
 
     places = {name: find(name, data_dir) for name in KNOWN}
-    rows = {n: f"{KNOWN[n].about}; {f'in {place[0]}' if place else 'not here'}" for n, place in places.items()}
+    rows = {
+        n: f"{KNOWN[n].about}; {f'in {place[0]}' if place else 'not here'}" for n, place in places.items()
+    }
     _table(f"data sets (folder: {data_root(data_dir)})", rows)
 
 
@@ -189,6 +205,36 @@ def bench_data(benchmark: str = "cifar100", data_dir: DataDir = None) -> None:
     console.print(str(measure(benchmark, data_dir)), soft_wrap=True)
 
 
+@bench.command("engine")
+def bench_engine(
+    work: Annotated[
+        str, typer.Option(help="digits, pmnist, cifar100, 5datasets or miniimagenet.")
+    ] = "digits",
+    device: str = "cpu",
+    precision: str = "float32",
+    rounds: Annotated[int, typer.Option(min=1)] = 5,
+) -> None:
+    """Rounds per second of the engines and of a plain loop over clients, on the same work."""
+    from fot.engines import bench as engines
+
+    rows = engines.bench_engine(work, device=device, precision=precision, rounds=rounds)
+    console.print(engines.bench_table(rows, f"{work} on {device}, {precision}"))
+
+
+@bench.command("secagg")
+def bench_secagg(
+    clients: Annotated[str, typer.Option(help="Cohort sizes, separated by commas.")] = "16,64,256,1024",
+    entries: Annotated[
+        str, typer.Option(help="Vector lengths, separated by commas.")
+    ] = "10000,100000,1400000",
+) -> None:
+    """Seconds and bytes of a secure sum by stage, beside the plain sum."""
+    from fot.aggregation import bench as secagg
+
+    costs = secagg.bench_secagg([int(n) for n in clients.split(",")], [int(n) for n in entries.split(",")])
+    console.print(secagg.bench_table(costs))
+
+
 @bench.command("sketch")
 def bench_sketch() -> None:
     """Extra memory of the sketch of a 2048-wide layer over 100,000 samples."""
@@ -198,7 +244,7 @@ def bench_sketch() -> None:
 
 
 def main() -> None:
-    """Enter here: a user's mistake is one line and exit code 2, ours exit code 1; ``--debug`` shows traces."""
+    """Run a command: a user's mistake is one line and exit code 2, ours 1; ``--debug`` shows a trace."""
     debug = "--debug" in sys.argv
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     if arguments == ["--version"]:
@@ -226,7 +272,8 @@ def _run(experiment: Any, path: Path, prefix: str) -> dict[str, Any]:
     from fot.results.progress import display
 
     partition = experiment.benchmark.get("partition", "iid")
-    title = f"{prefix}{experiment.benchmark['name']} {experiment.method['name']} {partition} seed {experiment.seed}"
+    names = (experiment.benchmark["name"], experiment.method["name"], partition, f"seed {experiment.seed}")
+    title = prefix + " ".join(map(str, names))
     if finished(experiment, path):
         console.print(f"{title}: already run, read from {path}", highlight=False, soft_wrap=True)
     with display(console, title) as shown:

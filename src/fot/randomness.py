@@ -49,7 +49,7 @@ def fold(parent: int | Tensor, index: int | Tensor) -> int | Tensor:
 
 def bits(of: int | Tensor, counter: Tensor) -> Tensor:
     """Random integers in [0, 2**32), one for each counter; a key tensor broadcasts against them."""
-    return (_mix((of ^ _DRAW) + _step(counter)) >> 32) & 0xFFFFFFFF
+    return (_mix((of ^ _DRAW) + (counter + 1) * _signed(_GOLDEN)) >> 32) & 0xFFFFFFFF
 
 
 def uniform(of: int | Tensor, counter: Tensor) -> Tensor:

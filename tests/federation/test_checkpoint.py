@@ -21,7 +21,13 @@ from fot.federation.state import State
 from fot.methods.base import Server
 from fot.results import RunFolder
 
-SMALL = ["benchmark.tasks=3", "training.rounds=6", "model.hidden=[40,40]", "checkpoint.rounds=1", "evaluation.every=2"]
+SMALL = [
+    "benchmark.tasks=3",
+    "training.rounds=6",
+    "model.hidden=[40,40]",
+    "checkpoint.rounds=1",
+    "evaluation.every=2",
+]
 
 
 def small(*more: str, recipe: str = "digits"):
@@ -64,7 +70,10 @@ def run_in_child(experiment, path: Path, kill_after: float | None) -> int:
 
 @pytest.mark.parametrize(
     "recipe, more",
-    [("digits", ()), ("digits-split", ("engine.kind=sequential", "method.participants=cohort", "method.model=local"))],
+    [
+        ("digits", ()),
+        ("digits-split", ("engine.kind=sequential", "method.participants=cohort", "method.model=local")),
+    ],
 )
 def test_killed_at_random_moments_it_ends_byte_identical(tmp_path, recipe, more):
     torch.set_num_threads(1)  # a forked process has no threads of its parent's
@@ -164,7 +173,9 @@ def test_other_settings_do_not_take_up_an_unfinished_run(tmp_path):
 
 
 def test_state_survives_the_files_and_two_are_kept(tmp_path):
-    state = State(Server({"w/x": torch.arange(3.0)}, {"O": torch.eye(2)}), {7: {"a/b": torch.ones(1)}}, task=1, round=4)
+    state = State(
+        Server({"w/x": torch.arange(3.0)}, {"O": torch.eye(2)}), {7: {"a/b": torch.ones(1)}}, task=1, round=4
+    )
     state.accuracy, state.usage = [[90.0, None]], {"fc": [12.5]}
     checkpoints = Checkpoints(tmp_path)
     for position in (10, 20, 30):
@@ -179,7 +190,12 @@ def test_state_survives_the_files_and_two_are_kept(tmp_path):
     assert torch.equal(loaded.server.params["w/x"], torch.arange(3.0))
     assert torch.equal(loaded.server.state["O"], torch.eye(2))
     assert torch.equal(loaded.clients[7]["a/b"], torch.ones(1))
-    assert (loaded.task, loaded.round, loaded.accuracy, loaded.usage) == (1, 4, [[90.0, None]], {"fc": [12.5]})
+    assert (loaded.task, loaded.round, loaded.accuracy, loaded.usage) == (
+        1,
+        4,
+        [[90.0, None]],
+        {"fc": [12.5]},
+    )
 
 
 def test_when_a_checkpoint_is_due(tmp_path, monkeypatch):

@@ -51,7 +51,9 @@ class Case:
 
 def digits() -> Case:
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(64, 30), nn.ReLU(), nn.Linear(30, 20, bias=False), nn.ReLU(), nn.Linear(20, 10))
+    model = nn.Sequential(
+        nn.Linear(64, 30), nn.ReLU(), nn.Linear(30, 20, bias=False), nn.ReLU(), nn.Linear(20, 10)
+    )
     return Case(build("digits", seed=SEED, partition="shards", tasks=2, clients=7), model, 16)
 
 
@@ -67,7 +69,11 @@ def pictures() -> Case:
     tasks = [make(0), make(1)]
     torch.manual_seed(3)
     body = nn.Sequential(
-        nn.Conv2d(2, 4, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(4, 3, 2, dilation=2), nn.ReLU(), nn.Flatten()
+        nn.Conv2d(2, 4, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(4, 3, 2, dilation=2),
+        nn.ReLU(),
+        nn.Flatten(),
     )
     return Case(TaskStream("noise", 4, True, (2, 9, 9), 2, lambda i: tasks[i]), MultiHead(body, 27), 10)
 
@@ -96,7 +102,9 @@ def compare(case: Case, name: str, method: FOT | FedAvg, rule: str, engine: str)
         rounds=4, cohort=3, epochs=2, batch=case.batch, lr=0.1, weight_decay=1e-3,
         threshold=0.9, increment=0.02, sampling=2, rule=rule,
     )  # fmt: skip
-    tasks = [fm.Task(t.train_x.double(), t.train_y, t.test_x.double(), t.test_y, t.clients) for t in case.stream]
+    tasks = [
+        fm.Task(t.train_x.double(), t.train_y, t.test_x.double(), t.test_y, t.clients) for t in case.stream
+    ]
     layers = list(fm.protected(model.module))
     result = fm.run(model.module, tasks, settings, name, KeyedDraws(layers))
 

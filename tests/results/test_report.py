@@ -261,8 +261,17 @@ def test_privacy_is_reported_where_it_was_kept(tmp_path):
         "epsilon": 4.25, "epsilon_released": 4.25, "delta": 1e-5, "asked": 5.0, "calibration": "paper",
         "noise": 0.685, "releases": 4, "covers": ["statistics"],
     }  # fmt: skip
-    shown = run_page({**summary, "privacy": privacy, "clipped": 12, "aggregation": "secure"}, events, experiment)
-    for text in ("4.25 at delta 1e-05", "over 4 released sums", "5, by the paper", "0.685 times", "12 entries", "secure"):
+    shown = run_page(
+        {**summary, "privacy": privacy, "clipped": 12, "aggregation": "secure"}, events, experiment
+    )
+    for text in (
+        "4.25 at delta 1e-05",
+        "over 4 released sums",
+        "5, by the paper",
+        "0.685 times",
+        "12 entries",
+        "secure",
+    ):
         assert text in shown
     unbounded = run_page({**summary, "privacy": {**privacy, "epsilon": None}}, events, experiment)
     assert "no bound at delta" in unbounded

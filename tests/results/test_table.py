@@ -60,21 +60,30 @@ def test_the_terminal_and_markdown_say_the_same(tmp_path):
     run = make_run(tmp_path / "run", tasks=3, partition="a|b [red]")
     shown, markdown = printed(comparison_table([run], title="a [b]")), comparison_markdown([run])
     assert "a [b]" in shown and "permuted-mnist, a|b [red]" in printed(comparison_table([run]))
-    shown = printed(comparison_table([run, {**run, "benchmark": "other"}]), width=120)
-    for cell in comparison_rows([run])[1][0]:
-        assert cell in shown
+    other = {**run, "benchmark": "other", "partition": "iid"}
+    shown = printed(comparison_table([run, other]), width=120)
+    headings, rows = comparison_rows([run])
+    for heading, cell in zip(headings, rows[0], strict=True):
+        assert heading == "BWT" or cell in shown
         assert cell.replace("|", r"\|") in markdown
     lines = markdown.splitlines()
     assert len(lines) == 3 and len({line.replace(r"\|", "").count("|") for line in lines}) == 1
 
 
-def test_the_comparison_fits_a_terminal_of_80_columns_unbroken(tmp_path):
-    runs = [make_run(tmp_path / f"{m}{s}", method=m, seed=s) for m in ("fedavg", "fot") for s in (0, 1)]
+@pytest.mark.parametrize("partitions", [["iid"], ["iid", "shards"]])
+def test_the_comparison_fits_a_terminal_of_80_columns_unbroken(tmp_path, partitions):
+    runs = [
+        make_run(tmp_path / f"{m}{s}{p}", method=m, seed=s, partition=p)
+        for p in partitions
+        for m in ("fedavg", "fot")
+        for s in (0, 1)
+    ]
     shown = printed(comparison_table(runs))
     assert "…" not in shown
-    for row in comparison_rows(runs)[1]:
-        for cell in row:
-            assert all(part in shown for part in cell.split(" ± "))
+    headings, rows = comparison_rows(runs)
+    for row in rows:
+        for heading, cell in zip(headings, row, strict=True):
+            assert heading == "BWT" or all(part in shown for part in cell.split(" ± "))
 
 
 def test_ten_tasks_fit_a_terminal_of_80_columns(tmp_path):

@@ -7,12 +7,21 @@ from collections.abc import Callable, Mapping
 
 from fot.aggregation.codec import Codec
 from fot.aggregation.encoded import EncodedAggregation
-from fot.aggregation.interface import Aggregation, Kind, Summation, Sums
+from fot.aggregation.interface import Aggregation, Kind, RoundAborted, Summation, Sums
 from fot.aggregation.plain import PlainAggregation
 from fot.aggregation.private import Privacy, PrivateAggregation
 from fot.errors import UserError
 
-__all__ = ["Aggregation", "Kind", "Privacy", "PrivateAggregation", "Summation", "Sums", "make_aggregation"]
+__all__ = [
+    "Aggregation",
+    "Kind",
+    "Privacy",
+    "PrivateAggregation",
+    "RoundAborted",
+    "Summation",
+    "Sums",
+    "make_aggregation",
+]
 
 
 def make_aggregation(

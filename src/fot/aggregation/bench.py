@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter, thread_time
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,6 +18,9 @@ from fot.aggregation.secure.aggregation import COUNT, STAGES, SecureAggregation
 from fot.aggregation.secure.client import Policy
 from fot.aggregation.secure.graph import degree_needed, threshold_of
 from fot.aggregation.secure.wire import Peer
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 COHORTS = (16, 64, 256, 1024)
 SIZES = (10_000, 100_000, 1_400_000)
@@ -181,3 +185,26 @@ def _plain_seconds(clients: int, vector: torch.Tensor) -> float:
         summation.add([client], {"vector": vector})
     summation.close()
     return perf_counter() - began
+
+
+def bench_table(costs: Iterable[Cost]) -> Table:
+    """The measurements as a table for the terminal."""
+    from rich.table import Table
+
+    title = "secure sums of 32-bit entries; stages in ms of one client"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for heading in ("clients", "entries", "peers", *STAGES, "server s", "all s", "plain s", "MB up", "x"):
+        table.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True)
+    for cost in costs:
+        table.add_row(
+            f"{cost.clients}",
+            f"{cost.size:.1e}",
+            f"{cost.neighbours}",
+            *(f"{1e3 * cost.client_seconds[stage]:.1f}" for stage in STAGES),
+            f"{sum(cost.server_seconds.values()):.2f}" if cost.server_seconds else "-",
+            f"{cost.total_seconds:.2f}" if cost.clients_timed == cost.clients else "-",
+            f"{cost.plain_seconds:.3f}",
+            f"{cost.bytes_up / 1e6:.2f}",
+            f"{cost.expansion:.2f}",
+        )
+    return table

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from fot.aggregation.codec import Codec, Coding, packed_size
-from fot.aggregation.interface import Kind, Ledger, Sums
+from fot.aggregation.interface import Aggregation, Kind, Ledger, Sums
 
 
-class EncodedAggregation:
+class EncodedAggregation(Aggregation):
     """Encode every client's arrays, add the integers, decode.
 
     Examples

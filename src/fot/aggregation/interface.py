@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
@@ -47,12 +48,32 @@ class Summation(Protocol):
         ...
 
 
-class Aggregation(Protocol):
+class Aggregation(ABC):
     """A way to form sums."""
 
+    @abstractmethod
     def open(self, cohort: Sequence[int], *, kind: Kind, path: tuple[int, ...]) -> Summation:
         """Begin a sum over `cohort`; `path` (task, round) names it."""
-        ...
+
+    def expect(self, cohort: Sequence[int]) -> None:
+        """Hear who will form the sum after the one now open; a protocol may prepare for it."""
+        return
+
+    def report(self) -> dict[str, Any] | None:
+        """The privacy that the sums have kept so far; None where none was promised."""
+        return None
+
+    def state(self) -> list[Any]:
+        """What a checkpoint must keep, as JSON can hold it."""
+        return []
+
+    def restore(self, state: list[Any]) -> None:
+        """Take up where `state` left off."""
+        return
+
+
+class RoundAborted(UserError):
+    """A sum that could not be formed, and why; nothing of any client was revealed."""
 
 
 def check_rows(clients: Sequence[int], arrays: dict[str, Tensor]) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fot.aggregation.interface import Kind, Ledger, Sums
+from fot.aggregation.interface import Aggregation, Kind, Ledger, Sums
 
 
-class PlainAggregation:
+class PlainAggregation(Aggregation):
     """Sums in the open, the reference for all other ways.
 
     Examples

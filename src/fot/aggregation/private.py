@@ -102,7 +102,7 @@ class Privacy:
         return next((unit for pattern, unit in units if fnmatchcase(name, pattern)), 1.0)
 
 
-class PrivateAggregation:
+class PrivateAggregation(Aggregation):
     """Another aggregation, with clipped and noisy arrays.
 
     Examples
@@ -124,6 +124,10 @@ class PrivateAggregation:
         self.seed = seed
         self.codec = codec
         self.accountant = Accountant(privacy.delta)
+
+    def expect(self, cohort: Sequence[int]) -> None:
+        """Pass on who comes next."""
+        self.inner.expect(cohort)
 
     def state(self) -> list[Any]:
         """What a checkpoint must keep of the accountant, as JSON can hold it."""

@@ -49,7 +49,9 @@ class Checkpoints:
     def due(self, rounds: int) -> bool:
         """Whether it is time, after so many rounds of the run."""
         every, minutes = self.options.rounds, self.options.minutes
-        return bool(every and rounds % every == 0) or bool(minutes and time.monotonic() - self._saved > 60 * minutes)
+        return bool(every and rounds % every == 0) or bool(
+            minutes and time.monotonic() - self._saved > 60 * minutes
+        )
 
     def save(self, state: State, position: int, accountant: list[Any]) -> None:
         """Write a checkpoint; ``position`` is how much of the events was written before it."""
@@ -62,7 +64,9 @@ class Checkpoints:
             "sha256": hashlib.sha256(packed).hexdigest(),
             "position": position,
             "accountant": accountant,
-            "state": {k: v for k, v in asdict(_without_tensors(state)).items() if k not in ("server", "clients")},
+            "state": {
+                k: v for k, v in asdict(_without_tensors(state)).items() if k not in ("server", "clients")
+            },
         }
         _write(path.with_suffix(".safetensors"), packed)
         _write(path.with_suffix(".json"), json.dumps(rest).encode())

@@ -73,7 +73,17 @@ class Experiment:
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> Experiment:
         """Check every key of a table without ``methods`` and ``when``, and fill in the defaults."""
-        tables = ("benchmark", "model", "method", "aggregation", "training", "engine", "evaluation", "checkpoint", "dp")
+        tables = (
+            "benchmark",
+            "model",
+            "method",
+            "aggregation",
+            "training",
+            "engine",
+            "evaluation",
+            "checkpoint",
+            "dp",
+        )
         for name in table:
             if name != "seed" and name not in tables:
                 close = difflib.get_close_matches(name, [*tables, "seed"], n=1)

@@ -46,7 +46,7 @@ def launch(experiment: Experiment, path: Path, observer: Observer) -> dict[str, 
     found = _shared(found, ranks)
     if found is not None:
         run.state, position, releases = found
-        run.recall_releases(releases)
+        run.aggregation.restore(releases)
     if not first:
         return run()
     if found is None:
@@ -61,7 +61,7 @@ def launch(experiment: Experiment, path: Path, observer: Observer) -> dict[str, 
 
     def save(task_ended: bool) -> None:
         if task_ended or checkpoints.due(run.state.rounds):
-            checkpoints.save(run.state, folder.position, run.releases())
+            checkpoints.save(run.state, folder.position, run.aggregation.state())
 
     run.tell = tell
     for problem in problems:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fot import __version__
-from fot.aggregation import Aggregation, PrivateAggregation, Sums, make_aggregation
+from fot.aggregation import Aggregation, RoundAborted, Sums, make_aggregation
 from fot.benchmarks.stream import Stream, Task
 from fot.engines.base import Engine, EngineOptions, RoundKeys, RoundOutcome, Training
 from fot.engines.sequential import LOSS, SequentialEngine
@@ -165,26 +165,35 @@ class Run:
                 self._tests.append((task.test_x, task.test_y))
                 if task.index >= self.state.task:  # else a resumed run has it behind itself
                     self._task(task, last)
+        if self.state.clipped:
+            clipped = f"{self.state.clipped} entries of the clients' arrays exceeded the public clip"
+            self.tell(
+                "warning", message=f"{clipped} of the encoded sums; raise aggregation.update_clip or .clips"
+            )
         summary = self.summary()
         self.tell("run_finished", acc=summary["acc"], fgt=summary["fgt"])
         return summary
 
     def _task(self, task: Task, last: bool) -> None:
-        seed, training, state = self.seed, self.training, self.state
-        rounds = training.rounds_of(task.index)
+        state = self.state
+        rounds = self.training.rounds_of(task.index)
         if state.round == 0:
             self._begin(task, rounds)
         holders = [client for client, held in enumerate(task.clients) if len(held)]
         if not holders:
             raise UserError(f"task {task.index + 1} ({task.name}): no client holds any of its data")
-        cohort: list[int] = []
+        extracts = self.method.extracts and not last
         outcome = RoundOutcome(None)
         left_out: set[int] = set()
         for round in range(state.round, rounds):
-            drawn = permutation(key(seed, "cohort", task.index, round), len(holders))[: training.cohort]
-            cohort = sorted(holders[i] for i in drawn.tolist())
-            keep_local = self.method.model == "local" and not last and round == rounds - 1
-            outcome = self._round(task, round, cohort, keep_local)
+            if round + 1 < rounds:
+                following = self._cohort(task.index, round + 1, holders)
+            else:  # nobody is asked after the last task
+                following = self._participants(task.index, holders) if extracts else []
+            keep_local = self.method.model == "local" and extracts and round == rounds - 1
+            outcome = self._round(
+                task, round, self._cohort(task.index, round, holders), following, keep_local
+            )
             left_out |= set(outcome.excluded)
             every = self.evaluation.every
             if every and (round + 1) % every == 0 and round + 1 < rounds:
@@ -196,9 +205,8 @@ class Run:
             listed = ", ".join(map(str, sorted(left_out)))
             left = f"task {task.index + 1}: updates of client(s) {listed} were not finite and were left out"
             self.tell("warning", message=f"{left}; lower training.lr, or check their data")
-        if self.method.extracts and not last:
-            participants = holders if self.method.participants == "all" else cohort
-            self._extract(task, participants, outcome.local_params)
+        if extracts:
+            self._extract(task, self._participants(task.index, holders), outcome.local_params)
         for layer, share in self.method.usage(self.network, state.server).items():
             state.usage.setdefault(layer, [0.0] * task.index).append(share)
         accuracies = self._evaluate(task.index, None)
@@ -209,6 +217,17 @@ class Run:
             state.accuracy[i][task.index] = value
         state.task, state.round = task.index + 1, 0
         self._save(True)
+
+    def _cohort(self, task: int, round: int, holders: Sequence[int]) -> list[int]:
+        """The clients that train in a round, among those that hold data of the task."""
+        drawn = permutation(key(self.seed, "cohort", task, round), len(holders))[: self.training.cohort]
+        return sorted(holders[i] for i in drawn.tolist())
+
+    def _participants(self, task: int, holders: Sequence[int]) -> list[int]:
+        """The clients that take part at the end of a task."""
+        if self.method.participants == "all":
+            return list(holders)
+        return self._cohort(task, self.training.rounds_of(task) - 1, holders)
 
     def _begin(self, task: Task, rounds: int) -> None:
         state = self.state
@@ -221,7 +240,9 @@ class Run:
                 state.initial.append(self._test(self._initial, task.index))
                 state.zero_shot.append(self._test(state.server.params, task.index))
 
-    def _round(self, task: Task, round: int, cohort: list[int], keep_local: bool) -> RoundOutcome:
+    def _round(
+        self, task: Task, round: int, cohort: list[int], following: list[int], keep_local: bool
+    ) -> RoundOutcome:
         state, seed, training = self.state, self.seed, self.training
         keys = RoundKeys(
             *(key(seed, purpose, task.index, round) for purpose in ("order", "dropout", "augment"))
@@ -229,9 +250,15 @@ class Run:
         start = time.perf_counter()
         with self._clock("train"):
             summation = self.aggregation.open(cohort, kind="update", path=(task.index, round))
-            outcome = self.engine.train(
-                state.server, task, cohort, keys, state.clients, summation, keep_local=keep_local
-            )
+            if following:
+                self.aggregation.expect(following)
+            try:
+                outcome = self.engine.train(
+                    state.server, task, cohort, keys, state.clients, summation, keep_local=keep_local
+                )
+            except RoundAborted as reason:
+                outcome = RoundOutcome(None)
+                self.tell("warning", message=f"task {task.index + 1}, round {round + 1} is void: {reason}")
             sums = outcome.sums
             void = sums is None or len(sums.clients) < training.min_clients
             loss = None
@@ -281,18 +308,6 @@ class Run:
             excluded=list(outcome.excluded), bytes_up=up, bytes_down=down,
             seconds=time.perf_counter() - start,
         )  # fmt: skip
-
-    def releases(self) -> list[Any]:
-        """The private sums that were released so far, for a checkpoint; none without privacy."""
-        if not isinstance(self.aggregation, PrivateAggregation):
-            return []
-        return list(self.aggregation.accountant.releases)
-
-    def recall_releases(self, releases: list[Any]) -> None:
-        """Go on accounting after those of a checkpoint."""
-        if isinstance(self.aggregation, PrivateAggregation):
-            for noise, sample in releases:
-                self.aggregation.accountant.add(noise, tuple(sample) if sample else None)
 
     def _evaluate(self, task: int, round: int | None) -> list[float]:
         with self._clock("evaluate"):
@@ -358,7 +373,7 @@ class Run:
             "bytes_down": state.bytes_down,
             "seconds": state.seconds,
             "clipped": state.clipped,
-            "privacy": self.aggregation.report() if isinstance(self.aggregation, PrivateAggregation) else None,
+            "privacy": self.aggregation.report(),
         }
 
 

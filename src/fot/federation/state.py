@@ -26,7 +26,9 @@ class State:
     usage: dict[str, list[float]] = field(default_factory=dict)
     bytes_up: dict[str, int] = field(default_factory=lambda: {"training": 0, "extraction": 0})
     bytes_down: dict[str, int] = field(default_factory=lambda: {"training": 0, "extraction": 0})
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("train", "extract", "evaluate"), 0.0))
+    seconds: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("train", "extract", "evaluate"), 0.0)
+    )
     rounds: int = 0
     excluded: int = 0
     clipped: int = 0

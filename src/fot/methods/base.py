@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -55,7 +56,7 @@ class ClientData:
 
     def batches(self, size: int = 256) -> Iterator[tuple[Tensor, Tensor]]:
         """The samples in pieces of at most ``size``."""
-        yield from zip(self.x.split(size), self.y.split(size), strict=True)
+        yield from zip(torch.split(self.x, size), torch.split(self.y, size), strict=True)
 
 
 @dataclass(frozen=True)

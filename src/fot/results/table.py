@@ -175,13 +175,14 @@ def _markdown(headings: Sequence[str], rows: Sequence[Sequence[str]], words: int
 def comparison_table(summaries: Sequence[Summary], title: str | None = None) -> Table:
     """Return the comparison of several runs as a table for the terminal, fit for 80 columns.
 
-    The benchmark and the partition go to the title where all runs share them, and deviations stand below
-    their means.
+    The benchmark and the partition go to the title where all runs share them, deviations stand below
+    their means, and BWT, which is -FGT by its definition, is left out.
     """
     headings, rows = comparison_rows(summaries)
-    if len({(row[0], row[1]) for row in rows}) == 1:
-        title = title or f"{rows[0][0]}, {rows[0][1]}"
-        headings, rows = headings[2:], [row[2:] for row in rows]
+    shared = [n for n in range(2) if len({row[n] for row in rows}) == 1]
+    title = title or ", ".join(rows[0][n] for n in shared) or None
+    dropped = {*shared, headings.index("BWT")}  # by its definition BWT is -FGT
+    headings, *rows = ([cell for n, cell in enumerate(row) if n not in dropped] for row in (headings, *rows))
     stacked = [[cell.replace(" ± ", "\n± ") for cell in row] for row in rows]
     return _rich(headings, stacked, words=headings.index("Seeds"), title=title)
 

@@ -6,8 +6,8 @@ them, `aggregation` drives both within one process. What is promised, and what i
 
 from __future__ import annotations
 
+from fot.aggregation.interface import RoundAborted
 from fot.aggregation.secure.aggregation import SecureAggregation
-from fot.aggregation.secure.server import RoundAborted
 from fot.aggregation.secure.wire import Refusal
 
 __all__ = ["Refusal", "RoundAborted", "SecureAggregation"]

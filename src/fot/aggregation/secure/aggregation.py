@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fot.aggregation.codec import Codec, Coding, Words, from_words, to_words
-from fot.aggregation.interface import Kind, Ledger, Sums
+from fot.aggregation.interface import Aggregation, Kind, Ledger, Sums
 from fot.aggregation.secure import client as clients_side
 from fot.aggregation.secure import server as server_side
 from fot.aggregation.secure.client import Entropy, Policy
@@ -114,7 +114,7 @@ class Session:
         return total, tuple(sorted(included))
 
 
-class SecureAggregation:
+class SecureAggregation(Aggregation):
     """Sums that nobody can open: the server sees masked inputs, and of them only the sum can be unmasked.
 
     Parameters

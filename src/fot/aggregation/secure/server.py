@@ -15,15 +15,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from fot.aggregation.codec import Segment, Words, packed_size, unpack
+from fot.aggregation.interface import RoundAborted
 from fot.aggregation.secure import primitives, wire
 from fot.aggregation.secure.graph import neighbours, threshold_of
 from fot.aggregation.secure.shamir import PRIME, Combiner
 from fot.aggregation.secure.wire import Peer, Refusal
-from fot.errors import UserError
-
-
-class RoundAborted(UserError):
-    """A secure sum that could not be formed, and why; nothing of any client was revealed."""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,11 @@ def batch_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     """Batch-norm on each client's own statistics, padding left out."""
+    if training and running_mean is not None and not isinstance(running_mean, Stacked):
+        raise CannotBatch("batch_norm would move running statistics that clients share")
+    if training and fold.valid is None:
+        parts = (running_mean, running_var, weight, bias)
+        return _by_channels(fold, x, [_of_all(fold, t) for t in parts], momentum, eps)
     if not training:
         if running_mean is None or running_var is None:
             raise CannotBatch("batch_norm has no statistics to use")
@@ -34,8 +39,6 @@ def batch_norm(
         mean, var = _moments(fold, x)
         if isinstance(running_mean, Stacked) and isinstance(running_var, Stacked):
             _track(fold, raw(running_mean), raw(running_var), mean, var, x, momentum)
-        elif running_mean is not None:
-            raise CannotBatch("batch_norm would move running statistics that clients share")
     y = (fold.split(x) - mean) * torch.rsqrt(var + eps)
     if weight is not None:
         y = y * _channels(fold, weight, x.dim())
@@ -44,13 +47,28 @@ def batch_norm(
     return y.flatten(0, 1)
 
 
+def _by_channels(fold: Fold, x: Tensor, parts: list[Tensor | None], momentum: float, eps: float) -> Tensor:
+    """Where all rows count, the library's own batch-norm, with the clients' channels side by side."""
+    mean, var, weight, bias = parts
+    split = fold.split(x)
+    clients, rows, channels, *size = split.shape
+    beside = split.transpose(0, 1).reshape(rows, clients * channels, *size)
+    y = F.batch_norm(beside, mean, var, weight, bias, True, momentum, eps)
+    return y.view(rows, clients, channels, *size).transpose(0, 1).reshape(x.shape)
+
+
+def _of_all(fold: Fold, tensor: Tensor | None) -> Tensor | None:
+    """A parameter of every client, one after another, ``[C·F]``; a view of a stack, so that it can be moved."""
+    if tensor is None:
+        return None
+    flat: Tensor = raw(tensor).view(-1) if isinstance(tensor, Stacked) else tensor.repeat(fold.clients)
+    return flat
+
+
 def _moments(fold: Fold, x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and (biased) variance of each client's channels, ``[C, 1, F, 1, ...]``."""
     split = fold.split(x)
     over = [1, *range(3, split.dim())]
-    if fold.valid is None:
-        var, mean = torch.var_mean(split, over, correction=0, keepdim=True)
-        return mean, var
     _, share = _counts(fold, x)
     mean = (split * share).sum(over, keepdim=True)
     return mean, ((split - mean).square() * share).sum(over, keepdim=True)
