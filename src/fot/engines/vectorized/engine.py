@@ -23,8 +23,8 @@ from fot.network import Network, Tree
 
 CPU_BYTES = 128 << 20
 """Weights of the clients that train at once on a CPU: more brings no speed there."""
-CPU_CONVOLUTIONS = 4
-"""Clients at once on a CPU where the network convolves, which a CPU does client by client anyway."""
+CPU_CONVOLVING_BYTES = 4 << 20
+"""The same where the network convolves: a CPU does that client by client, and large maps fill its caches."""
 
 
 class VectorizedEngine(SequentialEngine):
@@ -174,11 +174,11 @@ class VectorizedEngine(SequentialEngine):
             return self.at_once
         if self.device.type == "cuda":
             return 1 << 30
-        most = max(1, CPU_BYTES // sum(t.numel() * t.element_size() for t in params.values()))
         convolves = any(
             isinstance(m, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) for m in self.network.module.modules()
         )
-        return min(most, CPU_CONVOLUTIONS) if convolves else most
+        size = sum(t.numel() * t.element_size() for t in params.values())
+        return max(1, (CPU_CONVOLVING_BYTES if convolves else CPU_BYTES) // size)
 
 
 def check_folding(

@@ -58,7 +58,7 @@ def _by_channels(fold: Fold, x: Tensor, parts: list[Tensor | None], momentum: fl
 
 
 def _of_all(fold: Fold, tensor: Tensor | None) -> Tensor | None:
-    """A parameter of every client, one after another, ``[C·F]``; a view of a stack, so that it can be moved."""
+    """A parameter of every client, one after another, ``[C·F]``; of a stack a view, which can be moved."""
     if tensor is None:
         return None
     flat: Tensor = raw(tensor).view(-1) if isinstance(tensor, Stacked) else tensor.repeat(fold.clients)
@@ -78,7 +78,8 @@ def _counts(fold: Fold, x: Tensor) -> tuple[Tensor, Tensor]:
     """How many values of a channel count, ``[C, 1, ...]``, and the share of each, ``[C, B, 1, ...]``."""
     values = x[0, 0].numel()
     split = fold.split(x)
-    valid = x.new_ones(split.shape[:2]) if fold.valid is None else fold.split(fold.valid).to(x.dtype)
+    assert fold.valid is not None
+    valid = fold.split(fold.valid).to(x.dtype)
     counts = valid.sum(1, keepdim=True) * values
     shape = [1] * (split.dim() - 2)
     share = valid / counts.clamp(min=1)

@@ -69,7 +69,7 @@ class Convolution:
         if not self._patches(x):
             padding, x = self._symmetric(x)
             clients = zip(x.chunk(w.shape[0]), w, strict=True)
-            return torch.cat([self._native(one, filters, padding) for one, filters in clients])
+            return _joined([self._native(one, filters, padding) for one, filters in clients])
         columns, size = self.columns(x, w.shape[0])
         y = torch.bmm(columns, self.matrix(w).transpose(1, 2))
         return y.view(x.shape[0], *size, w.shape[1]).movedim(-1, 1)
@@ -149,10 +149,14 @@ class Convolution:
             )
             for one_d, one_x, filters in zip(d.chunk(len(w)), padded.chunk(len(w)), w, strict=True)
         ]  # fmt: skip
-        at_samples = torch.cat([found[0] for found in both]) if samples else None
+        at_samples = _joined([found[0] for found in both]) if samples else None
         if at_samples is not None and padded is not x:
             at_samples = at_samples[self._inside(x)]
         return at_samples, torch.stack([found[1] for found in both]) if weights else None
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
