@@ -83,6 +83,7 @@ def test_allowed(value, hint, result):
         (10**400, float, "allowed: a number"),
         (10**400, int, "allowed: a whole number"),
         (2**63, int, "allowed: a whole number"),
+        (-(2**63) - 1, int, "allowed: a whole number"),
         ("x", Literal["iid", "shards"], "allowed: iid, shards"),
         ("ab", tuple[str, ...], "'ab' is not allowed; allowed: a list of a text"),
         ([1], dict[str, int], "allowed: a table of a whole number"),

@@ -102,6 +102,15 @@ def test_samples_are_augmented_by_their_own_keys():
         torch.testing.assert_close(outcome.sums.arrays[name], expected, rtol=0, atol=1e-12)
 
 
+def test_each_task_trains_on_its_own_data():
+    e = engine(batch_size=8)
+    one, _ = train(e, task(0), [0])
+    two, _ = train(e, task(1), [0])
+    alone, _ = train(engine(batch_size=8), task(1), [0])
+    assert torch.equal(two.sums.arrays["0.weight"], alone.sums.arrays["0.weight"])
+    assert not torch.equal(one.sums.arrays["0.weight"], two.sums.arrays["0.weight"])
+
+
 def test_local_models_are_kept_only_where_they_are_asked_for():
     outcome, _ = train(engine(), task(), [0, 1])
     assert outcome.local_params == {}
