@@ -56,10 +56,10 @@ def one_round(
 
 def rounds(
     kind: type[SequentialEngine], model: Callable[[], nn.Module], method: Method, tasks: Sequence[Task],
-    number: int, *, dtype: torch.dtype = torch.float64, training: Training | None = None, **options: Any,
+    number: int, *, device: str = "cpu", training: Training | None = None, **options: Any,
 ) -> tuple[Tree, list[float], SequentialEngine]:  # fmt: skip
     torch.manual_seed(0)
-    network = Network(model(), dtype=dtype)
+    network = Network(model(), device=device, dtype=torch.float64)
     training = training or Training(batch_size=4, lr=0.05, weight_decay=0.02)
     engine = kind(network, method, training, **options)
     server = Server(network.tree(), {})
@@ -312,3 +312,45 @@ def test_states_of_different_kinds_are_trained_sequentially_in_that_round_only()
     assert engine.fallback is not None
     one_round(engine, server, task, 1, state, cohort=[0, 1, 3])
     assert engine.fallback is None
+
+
+class Attention(nn.Module):
+    """Parameters laid over samples, products of samples with samples, and a layer's weight of two parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = nn.Parameter(torch.randn(1, 2, 6))
+        self.norm, self.parts = nn.LayerNorm(6), nn.Linear(6, 18)
+        self.out = nn.utils.parametrizations.weight_norm(nn.Linear(6, CLASSES))
+        self.register_buffer("mask", torch.tensor([[0.0, -1.0], [0.0, 0.0]]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.parts(self.norm(x.view(-1, 2, 6) + self.place)).chunk(3, -1)
+        return self.out((torch.softmax(q @ k.mT + self.mask, -1) @ v).mean(1))
+
+
+def test_a_users_own_network() -> None:
+    assert_engines_agree(Attention, FedAvg(), [a_task((12,), (6, 7, 3))], 3)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.out = nn.GRU(3, 5, batch_first=True), nn.Linear(5, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.cell(x.view(-1, 4, 3))[0][:, -1])
+
+
+def test_a_recurrent_network_is_trained_sequentially() -> None:
+    with pytest.warns(UserWarning, match="gru mixes parameters and samples"):
+        _, _, engine = rounds(VectorizedEngine, Recurrent, FedAvg(), [a_task((12,), (6, 7, 3))], 1)
+    assert engine.fallback is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_the_sequential_engine_on_a_gpu(name: str) -> None:
+    model, shape = MODELS[name]
+    assert_engines_agree(model, FedAvg(), [a_task(shape, (6, 7, 3, 6))], 3, device="cuda")

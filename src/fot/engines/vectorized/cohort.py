@@ -113,8 +113,8 @@ def chunks(cohort: Sequence[int], sizes: Sequence[int], most: int) -> Iterator[l
     Examples
     --------
     >>> list(chunks([0, 1, 2], sizes=[5, 9, 5], most=2))
-    [[1, 0], [2]]
+    [[0, 1], [2]]
     """
-    ordered = sorted(cohort, key=lambda client: -sizes[client])
+    ordered = sorted(cohort, key=lambda client: (-sizes[client], client))
     for start in range(0, len(ordered), most):
-        yield ordered[start : start + most]
+        yield sorted(ordered[start : start + most])
