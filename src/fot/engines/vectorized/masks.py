@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,13 +38,22 @@ class cohort_dropout(keyed_dropout):
     True
     """
 
+    layout = torch.contiguous_format
+
+    def _dropout(self, func: Callable[..., Any], x: Tensor, *options: Any, **more: Any) -> Tensor:
+        maps = x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
+        self.layout = torch.channels_last if maps else torch.contiguous_format
+        return super()._dropout(func, x, *options, **more)
+
     def mask(self, shape: torch.Size, p: float, device: torch.device) -> Tensor:
         """The next mask: True where a unit is kept."""
         keys = fold(self.keys, self.calls)
         assert isinstance(keys, Tensor)
         self.calls += 1
         make = _by_pieces if device.type == "cpu" else _at_once
-        return make(keys, shape.numel() // len(keys), _threshold(p)).view(shape)
+        mask = make(keys, shape.numel() // len(keys), _threshold(p)).view(shape)
+        # Laid out as the maps are: turning bytes around is cheaper than reading across them as floats.
+        return mask.contiguous(memory_format=self.layout) if len(shape) == 4 else mask
 
 
 def _threshold(p: float) -> int:
