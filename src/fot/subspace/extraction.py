@@ -7,6 +7,8 @@ from torch import Tensor
 
 from fot.randomness import generator
 
+ROUNDING = 1e-4  # float32 leaves a sum of X* X*ᵀ less asymmetric than this, and noise below it hides little
+
 
 def ranks(basis: Tensor) -> Tensor:
     """The rank of each group of a basis [g, d, r]: its columns that are not zero."""
@@ -29,6 +31,38 @@ def sampled_gram(gram: Tensor, size: int, key: int) -> Tensor:
     a = (vectors * values.clamp_min(0).sqrt().unsqueeze(-2)) @ z
     sampled: Tensor = a @ a.mT
     return sampled
+
+
+def without_noise(gram: Tensor, basis: Tensor) -> Tensor:
+    """The part of a noisy M = X* X*ᵀ [g, d, d] that stands out from the noise of differential privacy.
+
+    M is symmetric, so what of the sum is not is noise, and shows its deviation σ: no one need tell. Outside
+    the basis O of rank r, the noise (N + Nᵀ)/2 has no eigenvalue beyond σ√(2(d - r)) = edge, but for its own
+    fluctuation, and an eigenvalue λ of M appears at λ + edge²/4λ. Those above the edge are put back to λ and
+    the others, which are noise, to zero. A sum without noise is returned as it is.
+
+    Examples
+    --------
+    >>> noise = torch.randn(1, 50, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    >>> spike = torch.zeros(1, 50, 50, dtype=torch.float64)
+    >>> spike[0, 7, 7] = 100.0
+    >>> spectrum = torch.linalg.eigvalsh(without_noise(spike + noise, spike[:, :, :0]))
+    >>> int((spectrum > 1).sum()), bool(abs(spectrum.max() - 100) < 3)
+    (1, True)
+    """
+    d = gram.shape[-1]
+    deviation = torch.linalg.matrix_norm(gram - gram.mT) / (2 * d * max(1, d - 1)) ** 0.5
+    edge = deviation * (2 * (d - ranks(basis))) ** 0.5
+    if not bool((edge > ROUNDING * torch.linalg.matrix_norm(gram)).any()):
+        return gram
+    O = basis.to(gram)
+    gram = (gram + gram.mT) / 2
+    gram = gram - O @ (O.mT @ gram)
+    values, vectors = torch.linalg.eigh(gram - (gram @ O) @ O.mT)
+    edge = edge.unsqueeze(-1)
+    values = torch.where(values > edge, (values + (values**2 - edge**2).clamp_min(0).sqrt()) / 2, 0.0)
+    clean: Tensor = (vectors * values.unsqueeze(-2)) @ vectors.mT
+    return clean
 
 
 def principal_directions(gram: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,15 @@ from torch import Tensor
 from fot.errors import UserError
 from fot.layers import Layer
 from fot.randomness import fold
-from fot.subspace.extraction import append, chosen_rank, is_full, principal_directions, ranks, sampled_gram
+from fot.subspace.extraction import (
+    append,
+    chosen_rank,
+    is_full,
+    principal_directions,
+    ranks,
+    sampled_gram,
+    without_noise,
+)
 from fot.subspace.sketch import Size, sample_size
 
 FORMAT = 1
@@ -138,7 +146,7 @@ class SubspaceMemory:
                 _array(sums, f"{layer.name}/{what}", (g,)) for what in ("residual", "energy", "ratio")
             )
             if f"{layer.name}/gram" in sums:
-                gram = _array(sums, f"{layer.name}/gram", (g, d, d))
+                gram = without_noise(_array(sums, f"{layer.name}/gram", (g, d, d)), basis)
                 if size is not None:
                     if key is None:
                         raise UserError(
