@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -279,42 +281,44 @@ def stream(clients: int = 6, tasks: int = 2) -> TaskStream:
     return TaskStream("noise", clients, True, (6,), tasks, make)
 
 
-class Watched(SequentialEngine):
+class Watched(FOT):
     """Notes who takes part at the end of a task, and with which model."""
 
-    def extract(self, server, task, participants, key, clients, summation, *, local_params, **more):
-        self.seen = (
-            list(participants),
-            {c: local_params.get(c, server.params) for c in participants},
-            server,
-        )
-        return super().extract(
-            server, task, participants, key, clients, summation, local_params=local_params, **more
-        )
+    seen: ClassVar[dict[int, Tree]] = {}
+
+    def end_of_task(self, network, params, data, client, broadcast):
+        self.seen[data.client] = params
+        return super().end_of_task(network, params, data, client, broadcast)
+
+    def consolidate(self, network, server, sums, task, key):
+        self.seen[-1] = server.params
+        return super().consolidate(network, server, sums, task, key)
 
 
 @pytest.mark.parametrize("participants", ["all", "cohort"])
 @pytest.mark.parametrize("model", ["global", "local"])
 def test_who_takes_part_and_with_which_model(participants, model):
     events: list[tuple[str, dict]] = []
-    method = FOT(threshold=0.9, participants=participants, model=model)
+    Watched.seen.clear()
+    method = Watched(threshold=0.9, participants=participants, model=model)
     torch.manual_seed(0)
     run = Run(
         stream(), MultiHead(nn.Linear(6, 4), 4), method,
         training=Training(rounds=2, cohort=3, batch_size=5, lr=0.1), engine=CPU,
         observer=lambda event, **fields: events.append((event, fields)),
     )  # fmt: skip
-    engine = run.engine = Watched(run.network, method, run.training)
     run()
-    people, models, server = engine.seen
+    models = dict(Watched.seen)
+    server = models.pop(-1)
+    people = list(models)
     assert len(people) == (6 if participants == "all" else 3)
-    trained = [client for client in people if models[client] is not server.params]
+    trained = [client for client in people if models[client] is not server]
     assert len(trained) == (3 if model == "local" else 0)
     for client in trained:
-        assert (models[client]["body.weight"] - server.params["body.weight"]).abs().max() > 1e-6
+        assert (models[client]["body.weight"] - server["body.weight"]).abs().max() > 1e-6
     if trained:  # the last round's cohort, each with its own: their mean is the server's model
         mean = torch.stack([models[client]["body.weight"] for client in trained]).mean(0)
-        torch.testing.assert_close(mean, server.params["body.weight"])
+        torch.testing.assert_close(mean, server["body.weight"])
     extracted = [fields for event, fields in events if event == "extracted"]
     assert len(extracted) == 1 and extracted[0]["clients"] == len(people)
     weights = 8 * (6 * 4 + 4 + 3 * 4)
