@@ -83,6 +83,7 @@ def test_idx_round_trip(tmp_path, zipped):
         struct.pack(">HBB4I", 0, 8, 4, *[2**32 - 1] * 4),
         gzip.compress(struct.pack(">HBB3I", 0, 8, 3, 60000, 28, 28)),
     ],
+    ids=range(10),  # gzip writes the time of day: the content would name the test anew in each process
 )
 def test_broken_idx_is_one_line(tmp_path, content):
     (tmp_path / "x.gz").write_bytes(content)
