@@ -55,6 +55,22 @@ def test_sizes_of_five_datasets():
     assert sizes == [333, 400, 488, 400, 112]
 
 
+@pytest.mark.parametrize("clients, samples", [(125, 60000), (20, 1438), (150, 50000), (150, 16853)])
+@pytest.mark.parametrize("imbalance", [0.0, 0.5])
+def test_shards_give_a_client_at_most_two_classes_though_classes_are_unequal(clients, samples, imbalance):
+    sizes = torch.tensor([0.098, 0.112, 0.099, 0.102, 0.097, 0.090, 0.099, 0.104, 0.098, 0.101])
+    labels = torch.arange(10).repeat_interleave((sizes * samples).long())
+    labels = labels[torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))]
+    for seed in range(3):
+        held = Partition("shards", clients, seed=seed, imbalance=imbalance)(labels, 0)
+        assert all(labels[mine].unique().numel() <= 2 for mine in held)
+        dealt = torch.cat(held)
+        assert len(dealt) == len(dealt.unique()) > len(labels) - 2 * clients
+        if not imbalance:
+            assert {len(mine) for mine in held} == {2 * (len(labels) // (2 * clients))}
+        assert sum(labels[mine].unique().numel() == 2 for mine in held) > clients / 2  # still at random
+
+
 def test_shards_give_a_client_at_most_two_classes_where_they_divide():
     labels = torch.arange(5000) % 10  # shards of 50, classes of 500
     for seed in range(3):
@@ -73,7 +89,7 @@ def test_the_deal_is_pinned():
     labels = torch.arange(12) % 3
     pinned = {
         "iid": [[0, 1, 2, 4], [5, 6, 9, 11], [3, 7, 8, 10]],
-        "shards": [[0, 7, 9, 10], [2, 3, 5, 6], [1, 4, 8, 11]],
+        "shards": [[3, 6, 8, 11], [0, 2, 5, 9], [1, 4, 7, 10]],
         "dirichlet": [[1, 4], [2, 5, 7, 10], [0, 3, 6, 8, 9, 11]],
     }
     for kind, expected in pinned.items():

@@ -27,7 +27,7 @@ class Partition:
     ----------
     kind
         ``iid``: equal random parts. ``shards``: the samples sorted by label and cut into two equal shards
-        a client, two random ones each (the paper's non-IID). ``dirichlet``: every class is shared out in
+        a client, two random ones each (the paper's non-IID), at most two classes a client. ``dirichlet``: every class is shared out in
         proportions drawn from a symmetric Dirichlet distribution. ``natural``: by the owner that the
         data name for each sample; owner j is client j modulo `clients`.
     clients
@@ -38,7 +38,7 @@ class Partition:
         The share of the tasks that a client sees: there are ``int(clients / task_share)`` clients in
         all, and a random `clients` of them hold data of a task. 1: all of them, always.
     imbalance
-        The spread of the clients' sizes for ``iid`` and ``shards``: sizes are proportional to
+        The spread of the clients' sizes for ``iid``, and of the shards' for ``shards``: proportional to
         ``exp(imbalance * z)``, z standard normal. 0: equal sizes, and what is left over is not used.
     seed
         The run's seed.
@@ -94,9 +94,9 @@ class Partition:
         of = key(self.seed, "partition", task)
         order = permutation(fold(of, 0), len(labels))
         if self.kind == "iid":
-            parts = _cut(self._dealt(order, 1), self._weights(of))
+            parts = _cut(self._dealt(order, 1), self._weights(of, self.clients))
         elif self.kind == "shards":
-            parts = self._shards(of, order[labels[order].argsort(stable=True)])
+            parts = self._shards(of, order[labels[order].argsort(stable=True)], labels)
         else:
             parts = self._dirichlet(of, order, labels)
         held = [torch.empty(0, dtype=torch.int64)] * self.num_clients
@@ -105,20 +105,31 @@ class Partition:
             held[client] = part.sort().values
         return tuple(held)
 
-    def _weights(self, of: int) -> Tensor:
-        """The clients' sizes, up to a factor."""
-        return torch.exp(self.imbalance * _normal(fold(of, 2), torch.arange(self.clients)))
+    def _weights(self, of: int, parts: int) -> Tensor:
+        """The sizes of the parts, up to a factor."""
+        return torch.exp(self.imbalance * _normal(fold(of, 2), torch.arange(parts)))
 
     def _dealt(self, order: Tensor, parts: int) -> Tensor:
         """The samples that are dealt: all of them, less what equal parts would leave over."""
         return order if self.imbalance else order[: len(order) - len(order) % (parts * self.clients)]
 
-    def _shards(self, of: int, by_label: Tensor) -> Sequence[Tensor]:
-        """Shard j of the samples sorted by label goes to client owner[j]; two shards a client."""
-        owner = permutation(fold(of, 3), 2 * self.clients) % self.clients
-        shards = _cut(self._dealt(by_label, 2), self._weights(of)[owner])
-        mine = [(owner == client).nonzero().flatten().tolist() for client in range(self.clients)]
-        return [torch.cat([shards[first], shards[second]]) for first, second in mine]
+    def _shards(self, of: int, by_label: Tensor, labels: Tensor) -> Sequence[Tensor]:
+        """Two random shards a client; one that crosses from a class to the next has both its classes already.
+
+        Those therefore choose first, and take the first other one that brings no third class; where there
+        is none, as with fewer shards than classes, any.
+        """
+        shards = _cut(self._dealt(by_label, 2), self._weights(of, 2 * self.clients))
+        classes = [set(labels[shard].tolist()) for shard in shards]
+        waiting = permutation(fold(of, 3), len(shards)).tolist()
+        waiting.sort(key=lambda j: len(classes[j]) < 2)
+        parts = []
+        while waiting:
+            first = waiting.pop(0)
+            second = next((j for j in waiting if len(classes[first] | classes[j]) <= 2), waiting[0])
+            waiting.remove(second)
+            parts.append(torch.cat([shards[first], shards[second]]))
+        return [parts[i] for i in permutation(fold(of, 5), self.clients).tolist()]
 
     def _dirichlet(self, of: int, order: Tensor, labels: Tensor) -> Sequence[Tensor]:
         """Class c goes to the clients in proportions p_c ~ Dirichlet(alpha): normalised Gamma draws."""
