@@ -208,7 +208,7 @@ def bench_data(benchmark: str = "cifar100", data_dir: DataDir = None) -> None:
 @bench.command("engine")
 def bench_engine(
     work: Annotated[
-        str, typer.Option(help="digits, pmnist, cifar100, 5datasets or miniimagenet.")
+        str, typer.Argument(help="digits, pmnist, cifar100, 5datasets or miniimagenet.")
     ] = "digits",
     device: str = "cpu",
     precision: str = "float32",

@@ -382,3 +382,10 @@ def test_plain_sums_of_sketches():
     ]
     for name, total in outcome.sums.arrays.items():
         torch.testing.assert_close(total, parts[0][name] + parts[1][name])
+
+
+def test_what_is_left_free_is_told_with_the_reason():
+    network = Network(nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, 2, bias=False)))
+    assert set(FOT().unprotected(network)) == {"0.bias", "1"}
+    assert set(FOT(bias=True).unprotected(network)) == {"1"}
+    assert FedAvg().unprotected(network) == {}

@@ -275,3 +275,11 @@ def test_privacy_is_reported_where_it_was_kept(tmp_path):
         assert text in shown
     unbounded = run_page({**summary, "privacy": {**privacy, "epsilon": None}}, events, experiment)
     assert "no bound at delta" in unbounded
+
+
+def test_what_was_left_free_is_named_with_its_reason(tmp_path):
+    make_run(tmp_path)
+    summary = RunFolder.open(tmp_path).read_summary()
+    assert "Not protected" not in run_page(summary, [], "")
+    shown = run_page({**summary, "unprotected": {"norm<1>": "a norm layer"}}, [], "")
+    assert "Not protected" in shown and "<dt>norm&lt;1&gt;</dt><dd>a norm layer</dd>" in shown

@@ -191,10 +191,13 @@ def bench_table(costs: Iterable[Cost]) -> Table:
     """The measurements as a table for the terminal."""
     from rich.table import Table
 
-    title = "secure sums of 32-bit entries; stages in ms of one client"
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for heading in ("clients", "entries", "peers", *STAGES, "server s", "all s", "plain s", "MB up", "x"):
-        table.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True)
+    title = (
+        "secure sums over n clients with k neighbours each: stages of one client in ms, "
+        "all that the server did, all together and the plain sum in s, x = bytes over the plain upload"
+    )
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
+    for heading in ("n", "entries", "k", *STAGES, "server", "all", "plain", "MB up", "x"):
+        table.add_column(heading[:6] if heading != "entries" else heading, justify="right", no_wrap=True)
     for cost in costs:
         table.add_row(
             f"{cost.clients}",

@@ -27,9 +27,10 @@ class Partition:
     ----------
     kind
         ``iid``: equal random parts. ``shards``: the samples sorted by label and cut into two equal shards
-        a client, two random ones each (the paper's non-IID), at most two classes a client. ``dirichlet``: every class is shared out in
-        proportions drawn from a symmetric Dirichlet distribution. ``natural``: by the owner that the
-        data name for each sample; owner j is client j modulo `clients`.
+        a client, two random ones each (the paper's non-IID), with no third class where it can be helped.
+        ``dirichlet``: every class is shared out in proportions drawn from a symmetric Dirichlet
+        distribution. ``natural``: by the owner that the data name for each sample; owner j is client j
+        modulo `clients`.
     clients
         The clients that hold data of one task.
     alpha

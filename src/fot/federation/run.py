@@ -368,6 +368,7 @@ class Run:
             "parameters": sum(p.numel() for p in self.network.module.parameters()),
             "excluded": state.excluded,
             "layers": self.method.dimensions(self.network),
+            "unprotected": self.method.unprotected(self.network),
             "subspace": state.usage,
             "bytes_up": state.bytes_up,
             "bytes_down": state.bytes_down,

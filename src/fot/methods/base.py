@@ -122,6 +122,10 @@ class Method:
         """The protected layers and the dimension of their inputs."""
         return {}
 
+    def unprotected(self, network: Network) -> dict[str, str]:
+        """What the method leaves free to change, and why."""
+        return {}
+
     def save_memory(self, network: Network, server: Server, path: Path) -> None:
         """Write what the method keeps, for the run folder's ``memory.safetensors``."""
         if server.state:

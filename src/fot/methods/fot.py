@@ -113,6 +113,10 @@ class FOT(Method):
         """The inputs' dimension d of each protected layer (summed over groups)."""
         return {layer.name: layer.groups * layer.dimension for layer in self._layers(network)}
 
+    def unprotected(self, network: Network) -> dict[str, str]:
+        """Heads, norm layers, biases, ...: whatever is trained and not projected."""
+        return find_layers(network.module, self.protect, bias=self.bias).skipped
+
     def save_memory(self, network: Network, server: Server, path: Path) -> None:
         """A file that ``SubspaceMemory.load`` reads."""
         self._memory(network, server).save(path)

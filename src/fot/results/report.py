@@ -44,6 +44,7 @@ def run_page(summary: Summary, events: Events, experiment: str) -> str:
         _average(summary),
         _forgetting(summary),
         _subspace(summary),
+        _unprotected(summary),
         _bytes(summary),
         _seconds(summary),
         _privacy(summary),
@@ -216,6 +217,13 @@ def _subspace(summary: Summary) -> str:
     return page.card("Subspace in use", note, table, full=True)
 
 
+def _unprotected(summary: Summary) -> str:
+    """What was left free to change, and why; nothing where the method protects nothing."""
+    found = summary.get("unprotected")
+    note = "These parameters were trained without protection, and may cause forgetting."
+    return page.card("Not protected", note, _facts(found), full=True) if found else ""
+
+
 def _bytes(summary: Summary) -> str:
     bars = [
         Bar(f"{way}, {part}", value, format_bytes(value), colour)
@@ -289,7 +297,7 @@ def _privacy(summary: Summary) -> str:
 
 
 def _facts(facts: Mapping[str, Any]) -> str:
-    rows = "".join(f"<dt>{name}</dt><dd>{escape(str(value))}</dd>" for name, value in facts.items())
+    rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in facts.items())
     return f'<dl class="facts">{rows}</dl>'
 
 
