@@ -28,7 +28,6 @@ from fot.federation.state import State
 from fot.methods.base import Method, Server
 from fot.network import Network, Tree
 from fot.randomness import key, permutation
-from fot.results import metrics
 
 Observer = Callable[..., None]
 """Called as ``observer(event, **fields)`` for everything that happens."""
@@ -154,7 +153,7 @@ class Run:
             about = {
                 "tasks": len(self.stream) if isinstance(self.stream, Sized) else None,
                 "clients": self.stream.num_clients,
-                "parameters": sum(p.numel() for p in self.network.module.parameters()),
+                "parameters": self._parameters(),
             }
             self.tell("run_started", **self._described(), **about)
         with warnings.catch_warnings():  # of Python's, too, the observer and the run folder are told
@@ -350,32 +349,19 @@ class Run:
 
     def summary(self) -> dict[str, Any]:
         """The results so far, as ``summary.json`` holds them."""
-        state, single = self.state, not self.network.multi_head
         return {
             **self._described(),
-            "acc": metrics.average_accuracy(state.accuracy),
-            "fgt": metrics.forgetting(state.accuracy),
-            "fgt_max": metrics.forgetting_max(state.accuracy),
-            "bwt": metrics.backward_transfer(state.accuracy),
-            "fwt": metrics.forward_transfer(state.zero_shot, state.initial) if single else None,
-            "accuracy": state.accuracy,
-            "zero_shot": state.zero_shot if single else None,
-            "initial": state.initial if single else None,
-            "tasks": state.names,
+            **self.state.measured(),
             "clients": self.stream.num_clients,
             "cohort": self.training.cohort,
-            "rounds": state.rounds,
-            "parameters": sum(p.numel() for p in self.network.module.parameters()),
-            "excluded": state.excluded,
+            "parameters": self._parameters(),
             "layers": self.method.dimensions(self.network),
             "unprotected": self.method.unprotected(self.network),
-            "subspace": state.usage,
-            "bytes_up": state.bytes_up,
-            "bytes_down": state.bytes_down,
-            "seconds": state.seconds,
-            "clipped": state.clipped,
             "privacy": self.aggregation.report(),
         }
+
+    def _parameters(self) -> int:
+        return sum(p.numel() for p in self.network.module.parameters())
 
 
 def _with_last(stream: Stream) -> Iterator[tuple[Task, bool]]:

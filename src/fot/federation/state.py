@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from fot.methods.base import Server
 from fot.network import Tree
+from fot.results import metrics
 
 
 @dataclass
@@ -32,3 +34,25 @@ class State:
     rounds: int = 0
     excluded: int = 0
     clipped: int = 0
+
+    def measured(self) -> dict[str, Any]:
+        """The results so far, as ``summary.json`` names them."""
+        return {
+            "acc": metrics.average_accuracy(self.accuracy),
+            "fgt": metrics.forgetting(self.accuracy),
+            "fgt_max": metrics.forgetting_max(self.accuracy),
+            "bwt": metrics.backward_transfer(self.accuracy),
+            # A head of its own has not been trained before its task: no transfer to speak of.
+            "fwt": metrics.forward_transfer(self.zero_shot, self.initial) if self.initial else None,
+            "accuracy": self.accuracy,
+            "zero_shot": self.zero_shot or None,
+            "initial": self.initial or None,
+            "tasks": self.names,
+            "rounds": self.rounds,
+            "excluded": self.excluded,
+            "clipped": self.clipped,
+            "subspace": self.usage,
+            "bytes_up": self.bytes_up,
+            "bytes_down": self.bytes_down,
+            "seconds": self.seconds,
+        }
