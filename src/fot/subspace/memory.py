@@ -125,6 +125,7 @@ class SubspaceMemory:
         key, size : optional
             For exact sums (``{layer}/gram``) only: the draw and the sampling dimension of the sketch that the
             server makes of them; without `size` it takes their directions as they are, as if s were infinite.
+            Where they carry the noise of differential privacy, only what stands out from it counts.
 
         Returns
         -------
