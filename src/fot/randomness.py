@@ -25,6 +25,7 @@ _MIX_2 = 0x94D049BB133111EB
 _DRAW = 0x5851F42D4C957F2D  # keeps the bits drawn from a key apart from the keys folded from it
 _WORD = (1 << 64) - 1
 _KEY = (1 << 63) - 1
+_TWISTER = slice(24, 24 + 624 * 8)  # where a CPU generator's state holds the words, 8 bytes each
 
 
 def key(seed: int, purpose: str, *path: int) -> int:
@@ -63,8 +64,17 @@ def permutation(of: int, n: int, device: torch.device | str | None = None) -> Te
 
 
 def generator(of: int, device: torch.device | str = "cpu") -> torch.Generator:
-    """A torch generator for large Gaussian draws; these are the same on one kind of device only."""
-    return torch.Generator(device).manual_seed(of)
+    """A torch generator for large Gaussian draws; these are the same on one kind of device only.
+
+    torch seeds the Mersenne twister of its CPU from 32 bits, so that some of the many keys of a run would
+    draw the same numbers. Here all 624 words of the twister's state come from the key.
+    """
+    made = torch.Generator(device).manual_seed(of)
+    if made.device.type == "cpu":
+        state = made.get_state()
+        state[_TWISTER] = bits(of, torch.arange(624)).view(torch.uint8)
+        made.set_state(state)
+    return made
 
 
 def _step(index: int | Tensor) -> int | Tensor:
