@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "setup: virtual environment in $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 	@echo "setup: installing torch (the largest download)"
-	@$(PIP) torch==2.13.0
+	@$(PIP) torch
 	@echo "setup: installing fot and its tools"
 	@$(PIP) hatchling editables
 	@$(PIP) --no-build-isolation -e '.[dev]'

@@ -39,6 +39,7 @@ _HOMES = {
     "fot.models": ("multi_head",),
     "fot.subspace": ("SubspaceMemory", "sketch"),
 }
+__all__ = sorted(name for names in _HOMES.values() for name in names)
 
 
 def __getattr__(name: str) -> Any:
@@ -49,4 +50,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *(name for names in _HOMES.values() for name in names)])
+    return sorted([*globals(), *__all__])

@@ -17,7 +17,8 @@ from fot.errors import UserError
 
 app = typer.Typer(
     name="fot",
-    help="Continual federated learning: one global model learns task after task and forgets none.",
+    help="Continual federated learning: one global model learns task after task and forgets none. "
+    "--version shows the version; --debug, with any command, the trace of an error.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -30,6 +31,9 @@ app.add_typer(bench, name="bench")
 app.add_typer(data, name="data")
 # Of the ranks that torchrun starts, the first one speaks.
 console = Console(quiet=os.environ.get("WORLD_SIZE", "1") != "1" and os.environ.get("RANK", "0") != "0")
+
+# What typer raises at a command line it cannot parse: click's exception, its own copy of click or not.
+_Unparsed: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 RECIPE_HELP = "A recipe's name (see `fot list`) or the path of a TOML file."
 Out = Annotated[Path | None, typer.Option(help="Folder of the results; runs/RECIPE/... by default.")]
@@ -110,8 +114,8 @@ def compare(
         root = out or _root(what[0])
         experiments = [
             resolve(what[0], method=m, partition=p, seed=s, engine=engine, device=device, sets=sets or ())
-            for p in (partition.split(",") if partition else [None])
-            for m in methods.split(",")
+            for p in (dict.fromkeys(partition.split(",")) if partition else [None])
+            for m in dict.fromkeys(name.strip() for name in methods.split(","))
             for s in range(seeds)
         ]
         paths = [default_path(root, experiment) for experiment in experiments]
@@ -231,7 +235,7 @@ def bench_secagg(
     """Seconds and bytes of a secure sum by stage, beside the plain sum."""
     from fot.aggregation import bench as secagg
 
-    costs = secagg.bench_secagg([int(n) for n in clients.split(",")], [int(n) for n in entries.split(",")])
+    costs = secagg.bench_secagg(_numbers("--clients", clients), _numbers("--entries", entries))
     console.print(secagg.bench_table(costs))
 
 
@@ -240,7 +244,10 @@ def bench_sketch() -> None:
     """Extra memory of the sketch of a 2048-wide layer over 100,000 samples."""
     from fot.subspace.bench import sketch_memory
 
-    _table("bench sketch", {name: str(value) for name, value in sketch_memory().items()})
+    figures = sketch_memory()
+    _table("bench sketch", {name: str(value) for name, value in figures.items()})
+    if float(figures["extra_mb"]) > float(figures["limit_mb"]):
+        raise typer.Exit(1)
 
 
 def main() -> None:
@@ -251,13 +258,14 @@ def main() -> None:
         print(f"fot {__version__}")
         return
     try:
-        app(args=arguments)
-    except UserError as error:
+        sys.exit(app(args=arguments, standalone_mode=False) or 0)
+    except (UserError, _Unparsed) as error:
         if debug:
             traceback.print_exc()
-        print(f"fot: {error}", file=sys.stderr)
+        text = str(error) if isinstance(error, UserError) else error.format_message()
+        print(f"fot: {' '.join(text.split())}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
+    except (typer.Abort, KeyboardInterrupt):
         print("fot: interrupted", file=sys.stderr)
         sys.exit(130)
     except Exception as error:
@@ -280,6 +288,15 @@ def _run(experiment: Any, path: Path, prefix: str) -> dict[str, Any]:
         return launch(experiment, path, shown)
 
 
+def _numbers(option: str, text: str) -> list[int]:
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise UserError(
+            f"{option}: {text!r} is not allowed; allowed: whole numbers, separated by commas"
+        ) from None
+
+
 def _root(recipe: str) -> Path:
     return Path("runs") / Path(recipe).stem
 
@@ -287,7 +304,7 @@ def _root(recipe: str) -> Path:
 def _run_folders(folder: Path) -> list[Path]:
     """The folder itself where it is a finished run, or the finished runs right below it."""
     if not folder.is_dir():
-        raise UserError(f"{folder} is not a folder of runs; to run a recipe, name the methods with --methods")
+        raise UserError(f"{folder} is not a folder of runs (to compare methods on a recipe: --methods a,b)")
     found = [path for path in (folder, *sorted(folder.iterdir())) if (path / "summary.json").exists()]
     if not found:
         raise UserError(f"{folder} holds no finished run (no summary.json)")

@@ -119,7 +119,7 @@ def test_run_twice_report_and_compare(call):
     assert (folder / "summary.json").stat().st_mtime_ns == before
 
     code, out, err = call("run", "digits", *QUICK, "--set", "training.lr=0.2", "--out", str(folder))
-    assert code == 2 and "holds a finished run of other settings" in err
+    assert code == 2 and "holds a run of other settings" in err
     code, out, _ = call("run", "digits", *QUICK, "--set", "training.lr=0.2")
     assert code == 0 and Path("runs/digits/fot-iid-seed0-2/summary.json").exists()
 
@@ -198,3 +198,28 @@ def test_ones_own_method_model_and_benchmark_from_the_current_folder(tmp_path):
     read = json.loads(summary.read_text())
     assert read["method"] == "mine_own_blobs:Halved" and read["tasks"] == ["blob 0", "blob 1"]
     assert read["parameters"] == 24 + 14
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["run", "digits", "--sed", "3"], "--sed"),
+        (["run", "digits", "--seed", "-1"], "--seed"),
+        (["compare", "digits", "--methods", "fot", "--seeds", "0"], "--seeds"),
+        (["bogus"], "bogus"),
+        (["bench", "secagg", "--clients", "abc"], "--clients: 'abc'"),
+        (["run", "digits", "--set", "methods.fto.threshold=1"], "methods.fto"),
+        (["run", "digits", "--set", "model.inputs=10"], "samples of shape (64,)"),
+        (["run", "digits", "--set", "model.classes=3"], "10 classes"),
+    ],
+)
+def test_what_cannot_be_parsed_or_does_not_fit_is_one_line_too(
+    arguments, said, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["fot", *arguments])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    error = capsys.readouterr().err
+    assert left.value.code == 2
+    assert error.startswith("fot: ") and said in error and error.count("\n") == 1

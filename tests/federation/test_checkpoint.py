@@ -16,7 +16,7 @@ import torch
 from fot.errors import UserError
 from fot.federation.checkpoint import CheckpointOptions, Checkpoints
 from fot.federation.experiment import resolve
-from fot.federation.launch import launch, settings_of
+from fot.federation.launch import default_path, launch, settings_of
 from fot.federation.state import State
 from fot.methods.base import Server
 from fot.results import RunFolder
@@ -145,7 +145,7 @@ def test_a_full_disk_ends_the_run_and_leaves_it_resumable(tmp_path, monkeypatch)
         if calls > 9:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("fot.federation.checkpoint.os.fsync", fsync)
+    monkeypatch.setattr("fot.files.os.fsync", fsync)
     with pytest.raises(OSError, match="No space"):
         launch(experiment, tmp_path / "run", silent)
     monkeypatch.undo()
@@ -165,11 +165,24 @@ def test_epsilon_counts_the_releases_before_an_interruption(tmp_path):
     assert privacy == RunFolder.open(tmp_path / "whole").read_summary()["privacy"]
 
 
-def test_other_settings_do_not_take_up_an_unfinished_run(tmp_path):
-    interrupted(small(), tmp_path / "run", 9)
+def test_other_settings_neither_take_up_nor_destroy_an_unfinished_run(tmp_path):
+    first, other = small(), small("training.lr=0.2")
+    path = default_path(tmp_path, first)
+    interrupted(first, path, 9)
+    before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    with pytest.raises(UserError, match="run of other settings"):
+        launch(other, path, silent)
+    assert default_path(tmp_path, first) == path
+    assert default_path(tmp_path, other) == path.with_name(path.name + "-2")
+    assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == before
+
+
+def test_a_resumed_run_tells_the_display_where_it_stands(tmp_path):
+    interrupted(small(), tmp_path / "run", 9)  # the third round of the second of three tasks
     told = []
-    launch(small("training.lr=0.2"), tmp_path / "run", lambda event, **fields: told.append(event))
-    assert told.count("round_finished") == 18
+    launch(small(), tmp_path / "run", lambda event, **fields: told.append((event, fields)))
+    assert told[0] == ("resumed", {"tasks": 3, "task": 1, "round": 2, "rounds": 6})
+    assert "resumed" not in [event["event"] for event in RunFolder.open(tmp_path / "run").read_events()]
 
 
 def test_state_survives_the_files_and_two_are_kept(tmp_path):

@@ -311,3 +311,23 @@ def test_initial_weights_depend_on_the_seed_alone():
 def test_lookup_lists_what_there_is():
     with pytest.raises(UserError, match=", ".join(list(MODELS)[:2])):
         lookup("nothing at all", MODELS, "model")
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("[methods.fto]\nthreshold = 0.1", "methods.fto: no method"),
+        ("[methods.fedavg]\nbogus = 1", "methods.fedavg.bogus: no such option"),
+        ("[when.shardz.training]\nlr = 0.1", "when.shardz: no partition"),
+        ("[when.shards.trainin]\nlr = 0.1", "when.shards.trainin: no such table"),
+        ("[when.shards.training]\nlrr = 0.1", "when.shards.training.lrr: no such option"),
+        ("[when.shards.methods.fto]\nmu = 1.0", "methods.fto: no method"),
+    ],
+)
+def test_what_a_run_does_not_use_is_checked_too(tmp_path, text, said):
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text(
+        f'[benchmark]\nname = "digits"\n[model]\nname = "mlp"\n[method]\nname = "fot"\n{text}\n'
+    )
+    with pytest.raises(UserError, match=said):
+        resolve(recipe)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ import safetensors.torch
 import torch
 
 from fot.federation.state import State
+from fot.files import write_whole
 from fot.methods.base import Server
 from fot.network import Tree
 from fot.options import Between
@@ -68,8 +68,8 @@ class Checkpoints:
                 k: v for k, v in asdict(_without_tensors(state)).items() if k not in ("server", "clients")
             },
         }
-        _write(path.with_suffix(".safetensors"), packed)
-        _write(path.with_suffix(".json"), json.dumps(rest).encode())
+        write_whole(path.with_suffix(".safetensors"), packed)
+        write_whole(path.with_suffix(".json"), json.dumps(rest).encode())
         self._saved = time.monotonic()
         for file in self.folder.iterdir():
             number = file.name.split(".")[0]
@@ -121,16 +121,3 @@ def _unpack(tensors: Tree, device: torch.device) -> tuple[Server, dict[int, Tree
 
 def _without_tensors(state: State) -> State:
     return State(**{**vars(state), "server": Server({}, {}), "clients": {}})
-
-
-def _write(path: Path, content: bytes) -> None:
-    part = path.with_name(path.name + ".part")
-    try:
-        with part.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise

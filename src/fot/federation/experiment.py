@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import copy
 import difflib
+import hashlib
 import importlib
 import inspect
 import json
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,6 +25,7 @@ import torch
 
 from fot.aggregation import Aggregation, Privacy, make_aggregation
 from fot.benchmarks.catalogue import BENCHMARKS, Benchmark, Option, build
+from fot.benchmarks.partition import KINDS
 from fot.benchmarks.stream import Stream
 from fot.engines.base import EngineOptions, Training
 from fot.errors import UserError
@@ -114,6 +116,10 @@ class Experiment:
         """The settings as TOML: a recipe that repeats this run."""
         return "".join(_toml_lines(self.to_table()))
 
+    def digest(self) -> str:
+        """Names the settings but for the seed: runs of equal digests differ in their draws alone."""
+        return hashlib.sha256(replace(self, seed=0).to_toml().encode()).hexdigest()
+
     def make_stream(self) -> Stream:
         """The benchmark's stream of tasks."""
         options = _options(self.benchmark)
@@ -179,10 +185,31 @@ def resolve(
     chosen = _look(changes, "method", "name") or _look(table, "method", "name")
     if chosen != _look(table, "method", "name"):
         table["method"] = {}  # the options written there are another method's
+    _check_variants(per_method, when)
     if str(chosen) in per_method:
         _merge(table, {"method": per_method[str(chosen)]})
     _merge(table, changes)
     return Experiment.from_table(table)
+
+
+def _check_variants(per_method: Mapping[str, Table], when: Mapping[str, Table]) -> None:
+    """Check what this run does not use too: a misspelt name there would be passed over in silence."""
+    for name, options in per_method.items():
+        if ":" in name:
+            continue  # a user's own, imported only where it is chosen
+        if name not in METHODS:
+            raise UserError(f"methods.{name}: no method is called so ({', '.join(METHODS)})")
+        checked(METHODS[name], options, f"methods.{name}")
+    settings = {"training": Training, "engine": EngineOptions, "evaluation": Evaluation}
+    for partition, tables in when.items():
+        if partition not in KINDS:
+            raise UserError(f"when.{partition}: no partition is called so ({', '.join(KINDS)})")
+        for name, options in tables.items():
+            if name not in ("benchmark", "model", "method", "methods", "aggregation", *settings):
+                raise UserError(f"when.{partition}.{name}: no such table")
+            if name in settings:
+                checked(settings[name], options, f"when.{partition}.{name}")
+        _check_variants(tables.get("methods", {}), {})
 
 
 def method_class(name: str) -> type[Method]:

@@ -35,8 +35,8 @@ def launch(experiment: Experiment, path: Path, observer: Observer) -> dict[str, 
     )
     if known is not None:
         return known
-    if first and folder.finished:
-        raise UserError(f"{path} holds a finished run of other settings: choose another --out")
+    if first and not _free(experiment, path):
+        raise UserError(f"{path} holds a run of other settings: choose another --out, or delete it")
     run = Run.of(experiment)
     checkpoints = Checkpoints(folder.checkpoint, experiment.checkpoint)
     found: Found | None = None
@@ -64,9 +64,11 @@ def launch(experiment: Experiment, path: Path, observer: Observer) -> dict[str, 
             checkpoints.save(run.state, folder.position, run.aggregation.state())
 
     run.tell = tell
+    if found is not None:  # the display alone: the folder's events have told it
+        observer("resumed", **run.position())
     for problem in problems:
         tell("warning", message=problem)
-    summary = run(save)
+    summary = run(save) | {"settings": experiment.digest()}
     save_tree(run.state.server.params, folder.model)
     run.method.save_memory(run.network, run.state.server, folder.memory)
     folder.write_summary(summary)
@@ -119,6 +121,11 @@ def default_path(root: Path, experiment: Experiment) -> Path:
     number = 1
     while True:
         path = root / (name if number == 1 else f"{name}-{number}")
-        if not RunFolder(path).finished or finished(experiment, path):
+        if _free(experiment, path):
             return path
         number += 1
+
+
+def _free(experiment: Experiment, path: Path) -> bool:
+    """Whether no run of other settings lies there, finished or interrupted."""
+    return RunFolder(path).read_experiment() in ("", experiment.to_toml())

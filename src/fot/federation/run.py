@@ -217,6 +217,23 @@ class Run:
         state.task, state.round = task.index + 1, 0
         self._save(True)
 
+    def _try_model(self, task: Task) -> None:
+        """See that the model takes the task's samples and tells its classes apart, before hours are spent."""
+        shape = tuple(task.train_x.shape[1:])
+        x = task.train_x[:2].to(self.device, self.network.dtype if task.train_x.is_floating_point() else None)
+        try:
+            with torch.no_grad():
+                logits = self.network(self.state.server.params, x, task.index)
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            raise UserError(
+                f"the model does not take samples of shape {shape}: {error}; change [model]"
+            ) from error
+        if logits.dim() != 2 or logits.shape[1] < task.classes:
+            raise UserError(
+                f"the model gives outputs of shape {tuple(logits.shape[1:])} for the {task.classes} classes "
+                f"of task {task.index + 1}: set model.classes, or a head for each task"
+            )
+
     def _cohort(self, task: int, round: int, holders: Sequence[int]) -> list[int]:
         """The clients that train in a round, among those that hold data of the task."""
         drawn = permutation(key(self.seed, "cohort", task, round), len(holders))[: self.training.cohort]
@@ -233,6 +250,7 @@ class Run:
         self.tell("task_started", task=task.index, name=task.name, classes=task.classes, rounds=rounds)
         for note in task.notes:
             self.tell("warning", message=note)
+        self._try_model(task)
         state.names.append(task.name)
         if not self.network.multi_head:
             with self._clock("evaluate"):
@@ -345,6 +363,15 @@ class Run:
             "seed": self.seed,
             "engine": self.engine.name,
             "device": _device_name(self.device),
+        }
+
+    def position(self) -> dict[str, Any]:
+        """Where the run stands, for a display that comes in at that point."""
+        return {
+            "tasks": len(self.stream) if isinstance(self.stream, Sized) else None,
+            "task": self.state.task,
+            "round": self.state.round,
+            "rounds": self.training.rounds_of(self.state.task),
         }
 
     def summary(self) -> dict[str, Any]:

@@ -9,9 +9,10 @@ from html import escape
 from pathlib import Path
 from urllib.parse import quote
 
+from fot.files import write_whole
 from fot.results import charts, metrics, page
 from fot.results.charts import Bar, Line
-from fot.results.folder import RunFolder, write_whole
+from fot.results.folder import RunFolder
 from fot.results.table import COLUMNS, Group, Summary, group_runs, method_name
 
 
@@ -34,7 +35,7 @@ def write_comparison(dirs: Sequence[str | Path], out: str | Path) -> Path:
         for folder, summary in runs
         if folder.report.exists() and folder.report.resolve().is_relative_to(target.parent.resolve())
     ]
-    write_whole(target, comparison_page([summary for _, summary in runs], links))
+    write_whole(target, comparison_page([summary for _, summary in runs], links).encode())
     return target
 
 

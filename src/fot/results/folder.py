@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from fot.errors import UserError
+from fot.files import write_whole
 
 FORMAT = 1
 """Version of the layout of ``summary.json``."""
@@ -92,16 +93,6 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the whole of it or the old one, even across a power cut."""
-    temporary = path.with_name(path.name + ".part")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
 class RunFolder:
     """One run's folder. Make it with :meth:`create`, :meth:`open` or :meth:`resume`.
 
@@ -143,8 +134,11 @@ class RunFolder:
             for file in (folder.summary, folder.report, folder.model, folder.memory, folder.experiment):
                 file.unlink(missing_ok=True)
             shutil.rmtree(folder.checkpoint, ignore_errors=True)
-        folder.path.mkdir(parents=True, exist_ok=True)
-        folder.events.write_bytes(b"")
+        try:
+            folder.path.mkdir(parents=True, exist_ok=True)
+            folder.events.write_bytes(b"")
+        except OSError as error:
+            raise UserError(f"{path} cannot be written ({error.strerror}): choose another folder") from None
         return folder
 
     @classmethod
@@ -209,7 +203,7 @@ class RunFolder:
 
     def write_experiment(self, text: str) -> None:
         """Write ``experiment.toml``."""
-        write_whole(self.experiment, text)
+        write_whole(self.experiment, text.encode())
 
     def read_experiment(self) -> str:
         """Return the text of ``experiment.toml``, empty where there is none."""
@@ -219,7 +213,7 @@ class RunFolder:
         """Check and write ``summary.json``, all of it or nothing; ``format`` may be left out."""
         whole = _plain({"format": FORMAT, **summary})
         check_summary(whole)
-        write_whole(self.summary, json.dumps(whole, indent=1, allow_nan=False) + "\n")
+        write_whole(self.summary, (json.dumps(whole, indent=1, allow_nan=False) + "\n").encode())
 
     def read_summary(self) -> dict[str, Any]:
         """Return the checked summary of a finished run."""

@@ -59,8 +59,10 @@ class PlainDisplay:
         return None
 
     def __call__(self, event: str, **fields: Any) -> None:
-        if event == "run_started":
+        if event in ("run_started", "resumed"):
             self.tasks = fields["tasks"]
+        if event == "resumed":
+            self._print(f"{self.title}  goes on at task {fields['task'] + 1}, round {fields['round'] + 1}")
         elif event == "round_finished":
             self.loss = fields["loss"]
         elif event == "evaluated" and fields["round"] is None:
@@ -111,15 +113,16 @@ class LiveDisplay:
 
     def __call__(self, event: str, **fields: Any) -> None:
         self.live.start()
-        if event == "run_started":
+        if event in ("run_started", "resumed"):
             self.tasks = fields["tasks"]
-        elif event == "task_started":
+        if event in ("task_started", "resumed"):
             of = f"/{self.tasks}" if self.tasks else ""
             bar = self.progress.tasks[0]
             # Rounds to come are taken to be as many a task as this one's; each task sets it right.
             ahead = fields["rounds"] * ((self.tasks or fields["task"] + 1) - fields["task"])
             description = f"{self.title}  task {fields['task'] + 1}{of}"
-            self.progress.update(self.bar, description=description, total=bar.completed + ahead)
+            total = bar.completed + ahead - fields.get("round", 0)
+            self.progress.update(self.bar, description=description, total=total)
         elif event == "round_finished":
             self.loss = fields["loss"]
             self.progress.advance(self.bar)

@@ -8,9 +8,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from fot.files import write_whole
 from fot.results import charts, metrics, page
 from fot.results.charts import Bar, Line
-from fot.results.folder import RunFolder, write_whole
+from fot.results.folder import RunFolder
 from fot.results.table import Summary, format_bytes, format_seconds, headline, method_name, total
 
 Events = Sequence[Mapping[str, Any]]
@@ -19,9 +20,8 @@ Events = Sequence[Mapping[str, Any]]
 def write_report(run_dir: str | Path) -> Path:
     """Write ``report.html`` of a finished run into its folder and return its path."""
     folder = RunFolder.open(run_dir)
-    write_whole(
-        folder.report, run_page(folder.read_summary(), folder.read_events(), folder.read_experiment())
-    )
+    html = run_page(folder.read_summary(), folder.read_events(), folder.read_experiment())
+    write_whole(folder.report, html.encode())
     return folder.report
 
 
@@ -35,8 +35,8 @@ def run_page(summary: Summary, events: Events, experiment: str) -> str:
     """Return the report of one run as HTML."""
     where = f"<b>{escape(summary['benchmark'])}</b> · {escape(summary['partition'])} · seed {summary['seed']}"
     lead = (
-        f"{summary['cohort']} of {summary['clients']} clients took part in each of {_rounds(summary):,} "
-        f"rounds, on a network of {summary['parameters']:,} parameters."
+        f"{min(summary['cohort'], summary['clients'])} of {summary['clients']} clients took part in each "
+        f"of {_rounds(summary):,} rounds, on a network of {summary['parameters']:,} parameters."
     )
     boxes = [
         _matrix(summary),
@@ -72,7 +72,7 @@ def _tiles(summary: Summary) -> str:
             page.tile("BWT", _number(summary["bwt"], " points"), "backward transfer"),
             page.tile("FWT", _number(summary["fwt"], " points"), "forward transfer"),
             page.tile("Used subspace", _number(used, " %"), "mean over layers"),
-            page.tile("Sent", format_bytes(up), "by one client, in all"),
+            page.tile("Sent", format_bytes(up), "by a client in every round"),
             page.tile("Time", format_seconds(spent), f"{summary['engine']}, {summary['device']}"),
         ]
     )

@@ -102,6 +102,8 @@ class Group:
     partition: str
     method: str
     runs: tuple[Summary, ...]
+    mark: str = ""
+    """Set where a method appears with several settings: pooling these as seeds would be wrong."""
 
     def cell(self, column: Column) -> str:
         """Return ``mean ± sample standard deviation``, the mean if all agree, a dash where undefined."""
@@ -113,23 +115,34 @@ class Group:
 
 
 def group_runs(summaries: Sequence[Summary]) -> list[Group]:
-    """Group runs by benchmark, partition and method, each in the order of first appearance."""
-    groups: dict[tuple[str, str], dict[str, list[Summary]]] = {}
+    """Group runs by benchmark, partition, method and settings but the seed, in order of first appearance."""
+    groups: dict[tuple[str, str], dict[tuple[str, str], list[Summary]]] = {}
     for run in summaries:
         methods = groups.setdefault((run["benchmark"], run["partition"]), {})
-        methods.setdefault(run["method"], []).append(run)
+        methods.setdefault((run["method"], run.get("settings", "")), []).append(run)
     return [
-        Group(benchmark, partition, method, tuple(runs))
+        Group(benchmark, partition, method, tuple(runs), _mark(settings, method, methods))
         for (benchmark, partition), methods in groups.items()
-        for method, runs in methods.items()
+        for (method, settings), runs in methods.items()
     ]
+
+
+def _mark(settings: str, method: str, methods: Mapping[tuple[str, str], Any]) -> str:
+    """What tells apart two groups of one method: the digest of their settings."""
+    return f" ({settings[:6]})" if sum(name == method for name, _ in methods) > 1 else ""
 
 
 def comparison_rows(summaries: Sequence[Summary]) -> tuple[list[str], list[list[str]]]:
     """Return the headings and the rows of the comparison, as text."""
     headings = ["Benchmark", "Partition", "Method", "Seeds", *(column.heading for column in COLUMNS)]
     rows = [
-        [g.benchmark, g.partition, method_name(g.method), str(len(g.runs)), *(g.cell(c) for c in COLUMNS)]
+        [
+            g.benchmark,
+            g.partition,
+            method_name(g.method) + g.mark,
+            str(len(g.runs)),
+            *(g.cell(c) for c in COLUMNS),
+        ]
         for g in group_runs(summaries)
     ]
     return headings, rows
