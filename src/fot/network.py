@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from fot.layers.find import has_heads, is_head
 from fot.randomness import key
 
 Tree = dict[str, Tensor]
@@ -51,7 +52,7 @@ class Network:
 
     @property
     def multi_head(self) -> bool:
-        return hasattr(self.module, "add_task")
+        return has_heads(self.module)
 
     def __call__(self, params: Tree, x: Tensor, task: int, *, training: bool = False) -> Tensor:
         """The logits of ``x`` on the head of ``task``."""
@@ -83,7 +84,7 @@ class Network:
         return [
             name
             for name, parameter in self.module.named_parameters()
-            if parameter.requires_grad and (not name.startswith("heads.") or name.startswith(own))
+            if parameter.requires_grad and (not is_head(self.module, name) or name.startswith(own))
         ]
 
     def carried(self) -> list[str]:

@@ -72,6 +72,35 @@ def test_clients_train_all_but_other_heads_and_frozen_parts():
     assert "body.0.bias" not in network.trained(0)
 
 
+class ViT(nn.Module):
+    """One output for all tasks, called ``heads``, as torchvision calls it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 4)
+        self.heads = nn.Sequential()
+        self.heads.add_module("head", nn.Linear(4, 3))
+
+    def forward(self, x):
+        return self.heads(self.body(x).relu())
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_an_output_called_heads_is_trained(engine):
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 6), torch.tensor([0, 1, 2, 0] * 2)
+    stream = TaskStream(
+        "own", 1, False, (6,), 2, lambda i: Task(i, f"{i}", 3, x, y, x, y, (torch.arange(8),))
+    )
+    model = ViT()
+    training = Training(rounds=1, cohort=1, batch_size=8, lr=0.1)
+    run = Run(stream, model, FedAvg(), training=training, engine=EngineOptions(kind=engine, device="cpu"))
+    assert not run.network.multi_head and run.network.trained(1) == [n for n, _ in model.named_parameters()]
+    run()
+    for name, start in model.named_parameters():
+        assert (run.state.server.params[name] - start).abs().max() > 1e-4, name
+
+
 def test_trees_are_copies():
     module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     before = copy.deepcopy(module.state_dict())

@@ -27,6 +27,8 @@ class Zoo(nn.Module):
         self.norms = nn.ModuleList(
             [nn.BatchNorm2d(8), nn.LayerNorm(8), nn.GroupNorm(2, 8), nn.InstanceNorm2d(8, affine=True)]
         )
+        self.drifting = nn.BatchNorm1d(8, affine=False)
+        self.still = nn.BatchNorm1d(8, affine=False, track_running_stats=False)
         self.up = nn.ConvTranspose2d(8, 8, 2)
         self.attention = nn.MultiheadAttention(8, 2)
         self.rnn = nn.GRU(8, 8)
@@ -38,6 +40,9 @@ class Zoo(nn.Module):
         self.untrained = nn.Linear(8, 8, bias=False).requires_grad_(False)
         self.odd = Odd(8, 8, bias=False)
         self.heads = nn.ModuleList([nn.Linear(8, 2), nn.Linear(8, 3)])
+
+    def add_task(self, classes: int) -> None:
+        self.heads.append(nn.Linear(8, classes))
 
 
 class Odd(nn.Linear):
@@ -60,16 +65,16 @@ def test_every_parameter_is_protected_or_named_with_a_reason() -> None:
         ("scale", "a parameter of Zoo"),
         ("embedding", "embedding"),
         ("conv1.bias", "a bias"),
-        ("norms.0", r"norm layer \(BatchNorm2d"),
-        ("norms.1", r"norm layer \(LayerNorm"),
+        ("norms.0", r"norm layer \(BatchNorm2d.*its scale and shift.*its running statistics drift"),
+        ("norms.1", r"norm layer \(LayerNorm\): its scale and shift act on each feature alone$"),
         ("norms.2", r"norm layer \(GroupNorm"),
         ("norms.3", r"norm layer \(InstanceNorm2d"),
+        ("drifting", r"norm layer \(BatchNorm1d\): its running statistics drift$"),
         ("up", "transposed convolution"),
         ("attention", "joint input projection"),
         ("attention.out_proj", "without calling the layer"),
         ("rnn", r"recurrent layer \(GRU"),
         ("bilinear", "bilinear"),
-        ("tied", "shares its weight with 'fc'"),
         ("normed", "computed from other parameters"),
         ("untrained", "not trained"),
         ("odd", "forward of its own"),
@@ -81,6 +86,46 @@ def test_reasons(name: str, reason: str) -> None:
     found = find_layers(Zoo())
     assert re.search(reason, found.skipped[name])
     assert f"{name}: {found.skipped[name]}" in found.summary()
+
+
+def test_a_norm_layer_that_keeps_nothing_is_not_named() -> None:
+    assert "still" not in find_layers(Zoo()).skipped
+
+
+class ViT(nn.Module):
+    """One output for all tasks, in a module that happens to be called ``heads``, as in torchvision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 4)
+        self.heads = nn.Sequential()
+        self.heads.add_module("head", nn.Linear(4, 3))
+
+
+def test_heads_are_those_of_a_multi_head_model() -> None:
+    assert [layer.name for layer in find_layers(ViT()).layers] == ["body", "heads.head"]
+    alone = nn.Sequential()
+    alone.add_module("heads", nn.ModuleList([nn.Linear(2, 2)]))  # without add_task
+    assert [layer.name for layer in find_layers(alone).layers] == ["heads.0"]
+    inner = nn.Sequential(Zoo())  # a part of a model has no say in its tasks
+    assert "0.heads.1" in {layer.name for layer in find_layers(inner).layers}
+
+
+def test_a_head_is_named_whatever_it_is_made_of() -> None:
+    model = Zoo()
+    model.heads.append(nn.Sequential(nn.BatchNorm1d(8), parametrizations.weight_norm(nn.Linear(8, 2))))
+    skipped = find_layers(model).skipped
+    for name, _ in model.heads.named_parameters(prefix="heads"):
+        assert any(name.startswith(f"{s}.") and "a task head" in why for s, why in skipped.items()), name
+
+
+def test_a_bias_that_is_not_trained_is_not_protected() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[0].bias.requires_grad_(False)
+    found = find_layers(model, bias=True)
+    assert [(layer.bias, layer.dimension) for layer in found.layers] == [(None, 3), ("1.bias", 4)]
+    assert found.skipped == {"0.bias": "a bias that is not trained (requires_grad is off)"}
+    assert "not trained" in find_layers(model).skipped["0.bias"]
 
 
 def test_the_summary_names_the_protected_layers() -> None:
@@ -121,7 +166,25 @@ def test_a_tied_weight_goes_by_its_name_in_the_tree() -> None:
     model.add_module("embedding", nn.Embedding(10, 4))
     model.add_module("out", nn.Linear(4, 10, bias=False))
     model.out.weight = model.embedding.weight
-    assert find_layers(model).layers[0].weight == "embedding.weight"
+    found = find_layers(model)
+    assert found.layers[0].weight == "embedding.weight" and found.skipped == {}
+    assert "shares its weight with 'out'" in found.shared["embedding"]
+
+
+def test_a_weight_that_is_projected_is_never_called_unprotected() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    for protect, layer, other in ((None, "0", "1"), ("1", "1", "0")):
+        found = find_layers(model, protect)
+        assert [la.name for la in found.layers] == [layer]
+        assert found.shared == {
+            other: f"it shares its weight with '{layer}', which is protected for its own inputs alone"
+        }
+        assert list(found.skipped) == ["1.bias"]
+        protected, unprotected = found.summary().split("not protected: 1")
+        assert f"  {other}: it shares" in protected and "1.bias" in unprotected
+    with pytest.raises(UserError, match=r"'1' names no layer.*shares its weight with '0'"):
+        find_layers(model, ["0", "1"])
 
 
 class Twice(nn.Module):

@@ -126,6 +126,16 @@ def test_the_step_mu():
         assert (one[name] - start).abs().max() > 0.01
 
 
+def test_the_step_mu_leaves_running_statistics_to_their_mean():
+    net = Network(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
+    update = {name: torch.ones_like(net.tree()[name]) for name in [*net.trained(0), *net.carried()]}
+    after = FOT(mu=0.5).aggregate(net, Server(net.tree(), {}), update).params
+    moved = {name: float((after[name] - net.tree()[name]).mean()) for name in update}
+    assert {name: pytest.approx(step) for name, step in moved.items()} == {
+        name: 1.0 if "running" in name else 0.5 for name in update
+    }
+
+
 def test_protect_names_the_layers():
     net = network()
     server, report = learnt(FOT(protect=("body.2",)), net)
@@ -134,6 +144,30 @@ def test_protect_names_the_layers():
     assert FOT().dimensions(net) == {"body.0": 6, "body.2": 5}
     with pytest.raises(UserError, match="nothing"):
         FOT(protect=("nothing",)).dimensions(net)
+
+
+def test_options_are_checked_against_the_network_before_training():
+    net = Network(MultiHead(nn.Sequential(nn.Linear(6, 5), nn.ReLU()), 5))  # before its first task
+    for protect in (None, ("body.*",), ("body.0", "heads.*")):
+        FOT(protect=protect).check(net)
+    assert not net.module.heads  # it is left as it was
+    FOT(sketch={"body.*": "2d"}).check(net)
+    FedAvg().check(net)
+    with pytest.raises(UserError, match=r"^method\.protect: 'fc' names no layer.*choose among body\.0"):
+        FOT(protect=("fc",)).check(net)
+    for wrong in ("x", "0d", {"conv*": "d"}, {"*": "0.01d"}):
+        with pytest.raises(UserError, match=r"^method\.sketch: .*sketch size"):
+            FOT(sketch=wrong).check(net)
+
+
+def test_heads_that_are_named_are_protected_as_they_come():
+    run = Run(
+        stream(tasks=3), MultiHead(nn.Linear(6, 4), 4), FOT(protect=("body", "heads.*"), threshold=0.9),
+        training=Training(rounds=1, cohort=2, lr=0.1), engine=CPU,
+    )  # fmt: skip
+    run()
+    ranks = {name: basis.shape[-1] for name, basis in run.state.server.state.items()}
+    assert set(ranks) == {"body", "heads.0", "heads.1"} and min(ranks.values()) > 0
 
 
 def test_a_protected_bias_holds_the_whole_output():
@@ -389,3 +423,14 @@ def test_what_is_left_free_is_told_with_the_reason():
     assert set(FOT().unprotected(network)) == {"0.bias", "1"}
     assert set(FOT(bias=True).unprotected(network)) == {"1"}
     assert FedAvg().unprotected(network) == {}
+
+
+def test_a_bias_that_is_not_trained_is_not_missed():
+    """With biases protected, a frozen one is in no update, and its layer is projected all the same."""
+    model = MultiHead(nn.Linear(6, 4), 4)
+    model.body.bias.requires_grad_(False)
+    method = FOT(bias=True, threshold=1.0)
+    run = Run(stream(), model, method, training=Training(rounds=1, lr=0.1), engine=CPU)
+    run()
+    assert method.dimensions(run.network) == {"body": 6}
+    assert torch.equal(run.state.server.params["body.bias"], model.body.bias.double())

@@ -17,12 +17,29 @@ TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 FREE_BIAS = "a bias: left free, as in the paper (bias=True protects it with its layer)"
 
 
+def has_heads(model: nn.Module) -> bool:
+    """Whether `model` has a head for each task: an ``add_task``, and an ``nn.ModuleList`` named ``heads``.
+
+    Whatever else is named ``heads`` is a part of the model like any other.
+    """
+    return hasattr(model, "add_task") and isinstance(getattr(model, "heads", None), nn.ModuleList)
+
+
+def is_head(model: nn.Module, name: str) -> bool:
+    """Whether the module or parameter `name` of `model` belongs to the head of a task."""
+    return name.startswith("heads.") and has_heads(model)
+
+
 @dataclass(frozen=True)
 class Protection:
-    """What `find_layers` found: the protected layers, and the rest with the reason for each."""
+    """What `find_layers` found: the protected layers, and the rest with the reason for each.
+
+    `shared` names the modules whose weight is also that of a protected layer, and so is projected with it.
+    """
 
     layers: tuple[Layer, ...]
     skipped: dict[str, str]
+    shared: dict[str, str]
 
     def summary(self) -> str:
         """A text that names what is protected, what is not, and why."""
@@ -32,6 +49,9 @@ class Protection:
             bias = ", with its bias" if layer.bias else ""
             name = layer.name or "(the model)"
             lines.append(f"  {name}: {layer.kind}, inputs of dimension {layer.dimension}{groups}{bias}")
+        if self.shared:
+            lines.append(f"protected through a weight they share: {len(self.shared)}")
+            lines += [f"  {name or '(the model)'}: {reason}" for name, reason in self.shared.items()]
         lines.append(f"not protected: {len(self.skipped)}")
         lines += [f"  {name or '(the model)'}: {reason}" for name, reason in self.skipped.items()]
         return "\n".join(lines)
@@ -47,16 +67,16 @@ def find_layers(
     model : nn.Module
     protect : str or sequence of str, optional
         Names or patterns (``conv*``) of the layers to protect. By default every Linear and Conv1d/2d/3d but
-        the task heads, which are the modules under one named ``heads``; a head named here is protected too.
+        the task heads of a multi-head model (see `has_heads`); a head named here is protected too.
     bias : bool
-        Protect the biases of these layers too, as the weights of an input that is always 1; the paper does
-        not.
+        Protect the trained biases of these layers too, as the weights of an input that is always 1; the paper
+        does not.
 
     Returns
     -------
     Protection
         Every trained parameter belongs to one of its `layers` or is named, by itself or with its module, in
-        `skipped`.
+        `skipped`; so are running statistics, which drift.
 
     Examples
     --------
@@ -78,26 +98,26 @@ def find_layers(
     skipped: dict[str, str] = {}
     for name, module in modules.items():
         own = dict(module.named_parameters(recurse=False))
-        if not isinstance(module, PROTECTABLE):
+        if patterns is None and is_head(model, name):
+            if own or isinstance(module, PROTECTABLE):
+                skipped[name] = "a task head: it serves one task alone"
+        elif not isinstance(module, PROTECTABLE):
             skipped |= _reasons(name, module, own)
         elif reason := _objection(name, module, names, attended, owner, patterns):
             skipped[name] = reason
         else:
             owner[id(module.weight)] = name
-            with_bias = bias and module.bias is not None and id(module.bias) in names
-            layers.append(
-                Layer.of(
-                    name, module, names[id(module.weight)], names[id(module.bias)] if with_bias else None
-                )
-            )
-            if module.bias is not None and not with_bias:
-                skipped[f"{name}.bias" if name else "bias"] = FREE_BIAS
-    found = Protection(tuple(layers), skipped)
+            free = _free_bias(module, names, bias)
+            with_bias = names[id(module.bias)] if module.bias is not None and not free else None
+            layers.append(Layer.of(name, module, names[id(module.weight)], with_bias))
+            if free:
+                skipped[f"{name}.bias" if name else "bias"] = free
+    shared = _shared(modules, owner, skipped)
+    found = Protection(tuple(layers), skipped, shared)
     for pattern in patterns or ():
         if not any(fnmatchcase(layer.name, pattern) for layer in layers):
-            raise UserError(
-                f"'{pattern}' names no layer that can be protected; {_choices(model, skipped, pattern)}"
-            )
+            choices = _choices(model, skipped | shared, pattern)
+            raise UserError(f"'{pattern}' names no layer that can be protected; {choices}")
     if not layers:
         raise UserError(f"the model has no layer to protect; {found.summary()}".replace("\n", " "))
     return found
@@ -118,14 +138,12 @@ def _objection(
         raise UserError(f"layer '{name}' ({kind}) has no weights yet: run one batch through the model first")
     if patterns is not None and not any(fnmatchcase(name, pattern) for pattern in patterns):
         return "not among the layers that were named"
-    if patterns is None and "heads" in name.split("."):
-        return "a task head: it serves one task alone"
     if id(module) in attended:
         return "part of attention, which reads this weight without calling the layer: its inputs are not seen"
     if id(weight) not in names:
         return "its weight is computed from other parameters"
     if id(weight) in owner:
-        return f"it shares its weight with '{owner[id(weight)]}', which is protected for its own inputs alone"
+        return f"it shares its weight with '{owner[id(weight)]}'"
     if not weight.requires_grad:
         return "its weight is not trained (requires_grad is off)"
     if not any(type(module).forward is kind.forward for kind in PROTECTABLE):
@@ -136,12 +154,12 @@ def _objection(
 def _reasons(name: str, module: nn.Module, own: dict[str, nn.Parameter]) -> dict[str, str]:
     """Why the parameters that `module` itself holds are not protected; nothing if it holds none."""
     kind = type(module).__name__
+    if isinstance(module, NORMS):
+        affine = ["its scale and shift act on each feature alone"] if own else []
+        drift = ["its running statistics drift"] if getattr(module, "running_mean", None) is not None else []
+        return {name: f"a norm layer ({kind}): {', and '.join(affine + drift)}"} if affine + drift else {}
     if not own:
         return {}
-    if "heads" in name.split("."):
-        return {name: "a task head: it serves one task alone"}
-    if isinstance(module, NORMS):
-        return {name: f"a norm layer ({kind}): its scale and shift act on each feature alone"}
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return {name: f"an embedding ({kind}): a table that is looked up, not a matrix acting on inputs"}
     if isinstance(module, TRANSPOSED):
@@ -154,6 +172,31 @@ def _reasons(name: str, module: nn.Module, own: dict[str, nn.Parameter]) -> dict
         return {name: "a bilinear layer: it acts on products of two inputs"}
     prefix = f"{name}." if name else ""
     return {f"{prefix}{p}": f"a parameter of {kind}, which is neither Linear nor Conv1d/2d/3d" for p in own}
+
+
+def _free_bias(module: nn.Module, names: dict[int, str], bias: bool) -> str | None:
+    """Why the bias of a protected layer is not protected with it; None if it is, or if there is none."""
+    if module.bias is None or (bias and id(module.bias) in names and module.bias.requires_grad):
+        return None
+    if id(module.bias) not in names:
+        return "a bias that is computed from other parameters"
+    return FREE_BIAS if module.bias.requires_grad else "a bias that is not trained (requires_grad is off)"
+
+
+def _shared(modules: dict[str, nn.Module], owner: dict[int, str], skipped: dict[str, str]) -> dict[str, str]:
+    """Take out of `skipped` the modules whose parameters are projected after all, with a layer's own."""
+    shared = {}
+    for name in [name for name in skipped if name in modules]:
+        own = dict(modules[name].named_parameters(recurse=False))
+        holder = next((owner[id(p)] for p in own.values() if id(p) in owner), None)
+        if holder is not None:
+            shared[name] = (
+                f"it shares its weight with '{holder}', which is protected for its own inputs alone"
+            )
+            del skipped[name]
+            free = [p for p in own if id(own[p]) not in owner]
+            skipped |= {f"{name}.{p}": "of a layer that is not protected for its own inputs" for p in free}
+    return shared
 
 
 def _choices(model: nn.Module, skipped: dict[str, str], pattern: str) -> str:

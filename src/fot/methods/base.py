@@ -81,6 +81,10 @@ class Method:
     sums_only: ClassVar[bool] = True
     """Whether sums are all the server needs; a method that needs more is refused under secure sums."""
 
+    def check(self, network: Network) -> None:
+        """Refuse options that do not suit the network, with a UserError, before anything is trained."""
+        return None
+
     def loss(self, network: Network, params: Tree, batch: Batch, client: Tree) -> Tensor:
         """The client's training loss on a batch."""
         logits = network(params, batch.x, batch.task, training=True)

@@ -14,12 +14,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from fot.errors import UserError
 from fot.layers import Layer, find_layers
 from fot.methods.base import ClientData, Method, Server
 from fot.network import Network, Tree
 from fot.options import Between
 from fot.randomness import fold
-from fot.subspace import SubspaceMemory, sketch, threshold_at
+from fot.subspace import SubspaceMemory, sample_size, sketch, threshold_at
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,8 @@ class FOT(Method):
     bias: bool = False
     """Protect biases too, as the weights of a constant input; the paper leaves them free."""
     freeze_first: bool = False
-    """Freeze the first layer after the first task (the paper's FRZ): its inputs, the samples
-    themselves, then take no part in extraction."""
+    """Freeze the first protected layer, in the order of registration, after the first task (the
+    paper's FRZ): its inputs, the samples themselves, then take no part in extraction."""
     participants: Literal["all", "cohort"] = "all"
     model: Literal["global", "local"] = "global"
     shared_sketch_seed: Annotated[int, Between(0)] = 0
@@ -52,10 +53,27 @@ class FOT(Method):
     """Sum Gram matrices in place of sketches and let the server draw the sketch: the same law,
     cheaper in a simulation."""
 
+    def check(self, network: Network) -> None:
+        """Find the layers that ``protect`` names, and the size of each one's sketch."""
+        first = Network(network.module)
+        first.add_task(2, seed=0, task=0)  # a head may be named, and there is none before the first task
+        try:
+            layers = self._layers(first)
+        except UserError as error:
+            raise UserError(f"method.protect: {error}") from None
+        try:
+            for layer in layers:
+                sample_size(layer, self.sketch)
+        except UserError as error:
+            raise UserError(f"method.sketch: {error}") from None
+
     def aggregate(self, network: Network, server: Server, mean_update: Tree) -> Server:
-        """FedProject, eqs. (6) and (7)."""
-        memory = self._memory(network, server)
-        update = {name: self.mu * delta for name, delta in memory.project(mean_update).items()}
+        """FedProject, eqs. (6) and (7); running statistics are averaged, whatever mu is."""
+        memory, statistics = self._memory(network, server), set(network.carried())
+        update = {
+            name: delta if name in statistics else self.mu * delta
+            for name, delta in memory.project(mean_update).items()
+        }
         if self.freeze_first and server.state:
             first = f"{memory.layers[0].name}." if memory.layers[0].name else ""  # its bias is frozen too
             update = {name: delta for name, delta in update.items() if not name.startswith(first)}
@@ -63,8 +81,8 @@ class FOT(Method):
 
     def broadcast(self, network: Network, server: Server) -> Tree:
         """Clients need the basis O of each layer that they sketch."""
-        sketched = self._sketched(network)
-        return {layer.name: server.state[layer.name] for layer in sketched} if server.state else {}
+        bases = self._memory(network, server).bases
+        return {layer.name: bases[layer.name] for layer in self._sketched(network)} if server.state else {}
 
     def end_of_task(
         self, network: Network, params: Tree, data: ClientData, client: Tree, broadcast: Tree
@@ -126,9 +144,8 @@ class FOT(Method):
 
     def _memory(self, network: Network, server: Server) -> SubspaceMemory:
         layers = self._layers(network)
-        if not server.state:
-            return SubspaceMemory.empty(layers, network.dtype, network.device)
-        return SubspaceMemory(layers, server.state)
+        empty = SubspaceMemory.empty(layers, network.dtype, network.device)
+        return SubspaceMemory(layers, {**empty.bases, **server.state})  # a head that is named comes later
 
     def _sketched(self, network: Network) -> tuple[Layer, ...]:
         """The layers that take part in GPSE: all but a first one that is to be frozen."""
