@@ -114,3 +114,14 @@ def test_one_run_shows_its_matrix(tmp_path):
 def test_the_headline_reads_well_at_every_sign(fgt, said):
     run = {"method": "fot", "tasks": ["a"], "clients": 20, "acc": 90.14, "fgt": fgt}
     assert headline(run) == "FOT learnt 1 task over 20 clients" + said
+
+
+def test_runs_of_other_settings_are_not_taken_for_other_seeds(tmp_path):
+    run = make_run(tmp_path / "run", tasks=3)
+    one, same, other = (
+        {**run, "seed": s, "settings": d} for s, d in ((0, "aaaaaaa1"), (1, "aaaaaaa1"), (0, "bbbbbbb2"))
+    )
+    headings, rows = comparison_rows([one, other, same])
+    assert [row[headings.index("Seeds")] for row in rows] == ["2", "1"]
+    assert [row[headings.index("Method")] for row in rows] == ["FOT (aaaaaa)", "FOT (bbbbbb)"]
+    assert comparison_rows([one, same])[1][0][2] == "FOT"
