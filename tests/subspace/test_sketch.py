@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -220,10 +221,17 @@ def test_autocast_around_the_forward_does_not_reach_the_sketch() -> None:
     torch.testing.assert_close(arrays["/gram"][0], x.mT @ x)
 
 
-@pytest.mark.parametrize("size", [0, -3, "x", "d5", "0d", "-1d", 2.5, {"conv*": 3}, {"*": "0.01d"}])
+@pytest.mark.parametrize(
+    "size", [0, -3, "x", "d5", "0d", "-1d", 2.5, None, True, {"conv*": 3}, {"*": "0.01d"}]
+)
 def test_sizes_that_are_none_are_refused(size: object) -> None:
     with pytest.raises(UserError, match="sketch size"):
         sample_size(linear(20)[1][0], size)  # type: ignore[arg-type]
+
+
+def test_a_whole_number_of_numpy_is_a_size() -> None:
+    size = sample_size(linear(20)[1][0], {"*": np.int64(7)})  # type: ignore[dict-item]
+    assert size == 7 and type(size) is int
 
 
 def test_a_lone_user_needs_these_two_rooms_alone() -> None:

@@ -10,7 +10,7 @@ basis O of the inputs that old tasks gave it, and removes from every mean update
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -113,13 +113,21 @@ class FOT(Method):
         filled = set(grown.frozen()) - set(memory.frozen())
         if self.freeze_first:
             grown = grown.freeze(memory.layers[0].name)
+        full = [
+            f"layer {name} is full after task {task + 1}: it is frozen from here on"
+            for name in sorted(filled)
+        ]
+        short = [
+            f"layer {name}: task {task + 1} took all that its sketch can show, "
+            "and the threshold may need more; raise method.sketch"
+            for name, g in growth.items()
+            if g.exhausted
+        ]
+        told = ("rank", "dimension", "added", "covered")
         report = {
             "threshold": threshold,
-            "layers": {name: asdict(g) for name, g in growth.items()},
-            "warnings": [
-                f"layer {name} is full after task {task + 1}: it is frozen from here on"
-                for name in sorted(filled)
-            ],
+            "layers": {name: {what: getattr(g, what) for what in told} for name, g in growth.items()},
+            "warnings": full + short,
         }
         return Server(server.params, grown.bases), report
 

@@ -25,20 +25,20 @@ from fot.subspace.extraction import (
     sampled_gram,
     without_noise,
 )
-from fot.subspace.sketch import Size, sample_size
+from fot.subspace.sketch import Size, check_basis, sample_size
 
 FORMAT = 1
 
 
 def threshold_at(task: int, first: float, increment: float) -> float:
-    """The threshold of the 0-based `task`: th_1 + (t - 1) · increment, with t = task + 1.
+    """The threshold of the 0-based `task`: th_1 + (t - 1) · increment, with t = task + 1, and at most 1.
 
     Examples
     --------
     >>> threshold_at(0, 0.87, 0.001), threshold_at(9, 0.87, 0.001)
     (0.87, 0.879)
     """
-    return first + task * increment
+    return min(1.0, first + task * increment)
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,15 @@ class Growth:
     """What one expansion did to a layer; ranks and dimensions are summed over its groups.
 
     `covered` is the share (0-100) of the inputs' energy that was protected before; 0 where there was none.
+    `exhausted`: every direction that a sketch of s < d columns can show was added, and the threshold may
+    need more.
     """
 
     rank: int
     dimension: int
     added: int
     covered: float
+    exhausted: bool = False
 
     @property
     def frozen(self) -> bool:
@@ -85,6 +88,14 @@ class SubspaceMemory:
 
     layers: tuple[Layer, ...]
     bases: dict[str, Tensor]
+
+    def __post_init__(self) -> None:
+        for layer in self.layers:
+            if layer.name not in self.bases:
+                raise UserError(
+                    f"the memory lacks a basis of '{layer.name}': start from SubspaceMemory.empty"
+                )
+            check_basis(layer, self.bases[layer.name])
 
     @classmethod
     def empty(
@@ -135,6 +146,10 @@ class SubspaceMemory:
         """
         if rule not in ("energy", "authors"):
             raise UserError(f"'{rule}' is no rank rule: choose 'energy' or 'authors'")
+        if not 0 <= threshold <= 1:  # nor NaN
+            raise UserError(
+                f"a threshold of {threshold} is no share of the energy: give a number from 0 to 1"
+            )
         samples = _array(sums, "samples", ())
         bases, growth = {}, {}
         for position, layer in enumerate(self.layers):
@@ -146,6 +161,7 @@ class SubspaceMemory:
             residual, energy, ratio = (
                 _array(sums, f"{layer.name}/{what}", (g,)) for what in ("residual", "energy", "ratio")
             )
+            s = d
             if f"{layer.name}/gram" in sums:
                 gram = without_noise(_array(sums, f"{layer.name}/gram", (g, d, d)), basis)
                 if size is not None:
@@ -153,10 +169,11 @@ class SubspaceMemory:
                         raise UserError(
                             "exact sums are sketched by the server: give expand a key as well as a size"
                         )
-                    gram = sampled_gram(gram, sample_size(layer, size), fold(key, position))
+                    s = sample_size(layer, size)
+                    gram = sampled_gram(gram, s, fold(key, position))
             else:
                 a = _array(sums, f"{layer.name}/sketch", (g, d, None))
-                gram = a @ a.mT
+                gram, s = a @ a.mT, a.shape[-1]
             directions, spectrum = principal_directions(gram, basis)
             mean_ratio = torch.where(ranks(basis) > 0, ratio / samples.clamp_min(1), torch.ones_like(ratio))
             chosen = chosen_rank(
@@ -166,18 +183,25 @@ class SubspaceMemory:
             before, after = int(ranks(basis).sum()), int(ranks(bases[layer.name]).sum())
             total = float(energy.sum())
             covered = 100 * min(1.0, max(0.0, 1 - float(residual.sum()) / total)) if total > 0 else 0.0
-            growth[layer.name] = Growth(after, g * d, after - before, covered)
+            exhausted = bool(((chosen >= s) & (ranks(basis) + s < d)).any())
+            growth[layer.name] = Growth(after, g * d, after - before, covered, exhausted)
         return SubspaceMemory(self.layers, bases), growth
 
     def project(self, update: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """FedProject: Delta (I - O Oᵀ) for each protected layer; all else passes untouched.
 
-        Leading axes, as of a stack of clients' updates, are allowed, and so is an update without some layers.
+        Leading axes, as of a stack of clients' updates, are allowed, and so is an update without some layers,
+        but not one with half a layer: a protected bias and its weight come together.
         The product is formed in float64: its rounding would otherwise leak into the protected directions.
         """
         projected = dict(update)
         for layer in self.layers:
             basis = self.bases[layer.name]
+            if layer.bias in update and layer.weight not in update:
+                raise UserError(
+                    f"the update has '{layer.bias}' without '{layer.weight}', and they are protected as one: "
+                    "give both, or find the layers without bias=True"
+                )
             if basis.shape[-1] and layer.weight in update:
                 delta = layer.matrix(update)
                 wide, O = delta.double(), basis.double()
@@ -246,28 +270,27 @@ class SubspaceMemory:
             raise UserError(
                 f"{path} has format {found}, this version reads {FORMAT}: use the version that wrote it"
             )
-        memory = cls(tuple(layers), bases)
-        if header != memory._header() or set(bases) != {layer.name for layer in layers}:
+        if header != cls.empty(layers)._header() or set(bases) != {layer.name for layer in layers}:
             raise UserError(f"{path} is the memory of another model: its layers are {header.get('layers')}")
         for layer in layers:
-            memory._check(path, layer)
+            _check(path, layer, bases[layer.name])
         return cls(tuple(layers), {layer.name: bases[layer.name] for layer in layers})
 
     def _header(self) -> dict[str, object]:
         shapes = {la.name: [la.groups, la.dimension, la.weight, la.bias] for la in self.layers}
         return {"format": FORMAT, "layers": shapes}
 
-    def _check(self, path: Path, layer: Layer) -> None:
-        basis = self.bases[layer.name]
-        good = basis.dim() == 3 and basis.shape[:2] == (layer.groups, layer.dimension)
-        if good:
-            O = basis.double()
-            identity = torch.diag_embed((O != 0).any(dim=1).double())
-            good = bool(((O.mT @ O - identity).abs() < 1e-5).all())  # false for NaN too
-        if not good:
-            raise UserError(
-                f"{path} is damaged: the basis of '{layer.name}' is not orthonormal; use another copy"
-            )
+
+def _check(path: Path, layer: Layer, basis: Tensor) -> None:
+    good = basis.dim() == 3 and basis.shape[:2] == (layer.groups, layer.dimension)
+    if good:
+        O = basis.double()
+        identity = torch.diag_embed((O != 0).any(dim=1).double())
+        good = bool(((O.mT @ O - identity).abs() < 1e-5).all())  # false for NaN too
+    if not good:
+        raise UserError(
+            f"{path} is damaged: the basis of '{layer.name}' is not orthonormal; use another copy"
+        )
 
 
 def _array(sums: Mapping[str, Tensor], name: str, shape: tuple[int | None, ...]) -> Tensor:

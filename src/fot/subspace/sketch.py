@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from math import prod
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -48,12 +49,22 @@ def sample_size(layer: Layer, size: Size) -> int:
         parts = re.fullmatch(r"(\d+(?:\.\d+)?|)d", size.replace(" ", ""))
         s = round(float(parts[1] or 1) * layer.dimension) if parts else 0
     else:
-        s = size
-    if s < 1 or not isinstance(s, int):
+        s = int(size) if isinstance(size, Integral) and not isinstance(size, bool) else 0
+    if s < 1:
         raise UserError(
             f"a sketch size of {size!r} is none: give a number such as 400, or a multiple such as '5d'"
         )
     return s
+
+
+def check_basis(layer: Layer, basis: Tensor) -> None:
+    """Refuse what cannot be a basis O [g, d, r] of this layer's inputs."""
+    g, d, shape = layer.groups, layer.dimension, tuple(basis.shape)
+    if len(shape) != 3 or shape[:2] != (g, d) or shape[2] > d:
+        raise UserError(
+            f"the basis of layer '{layer.name}' has shape {shape}, not ({g}, {d}, at most {d}): "
+            "is it of another model, or with bias=True and the layer without?"
+        )
 
 
 class Sketch:
@@ -94,6 +105,9 @@ class Sketch:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
+        for layer in layers:
+            if layer.name in bases:
+                check_basis(layer, bases[layer.name])
         self.layers = tuple(
             layer for layer in layers if layer.name not in bases or not is_full(bases[layer.name])
         )
