@@ -106,6 +106,15 @@ def test_scalars_of_updates_are_wide_and_clips_can_be_named():
     assert sums.bytes_up == 8 + 8 + 4
 
 
+def test_clips_go_by_patterns_and_one_that_meets_nothing_is_told():
+    aggregation = make_aggregation("encoded", seed=0, clips={"*/bias": 8.0, "fc*": 2.0, "conv*": 1.0})
+    assert aggregation.codec.coding("update", "fc1/bias", (3,), clients=1).limit == 2**31 - 1
+    steps = {n: aggregation.codec.coding("update", n, (3,), clients=1).step for n in ("fc1/bias", "fc1", "x")}
+    assert steps["fc1/bias"] == 4 * steps["fc1"] and steps["x"] == 2 * steps["fc1"]  # the first that matches
+    (note,) = aggregation.notes()
+    assert "'conv*'" in note
+
+
 def test_bad_settings_are_refused():
     for value in ("nan", "inf", "-inf"):
         with pytest.raises(UserError, match="not finite"):
@@ -115,5 +124,5 @@ def test_bad_settings_are_refused():
         Coding.of(bits=8, clip=1.0, clients=1000)
     with pytest.raises(UserError, match="from 2 to 64"):
         Coding.of(bits=65, clip=1.0, clients=2)
-    with pytest.raises(UserError, match="positive"):
+    with pytest.raises(UserError, match="1e-30 to 1e30"):
         Coding.of(bits=32, clip=0.0, clients=2)

@@ -64,7 +64,15 @@ def test_mistakes_are_named(kind):
     with pytest.raises(UserError, match="added twice"):
         summation.add([0], {"a": torch.zeros(1, 3)})
     with pytest.raises(UserError, match="not in the cohort"):
-        summation.add([9], {"a": torch.zeros(1, 3)})
+        summation.add([1, 9], {"a": torch.zeros(2, 3)})
+    with pytest.raises(UserError, match="twice"):
+        summation.add([1, 1], {"a": torch.zeros(2, 3)})
+    with pytest.raises(UserError, match="types of 'a'"):
+        summation.add([1], {"a": torch.zeros(1, 3, dtype=torch.float64)})
+    summation.add([1, 2, 3], {"a": torch.ones(3, 3)})  # what was refused has left no trace
+    assert summation.close().arrays["a"].tolist() == [3.0, 3.0, 3.0]
+    with pytest.raises(UserError, match="closed"):
+        summation.close()
 
 
 def test_unknown_kind():

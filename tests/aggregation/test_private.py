@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 
 import pytest
 import torch
@@ -165,10 +166,10 @@ def test_releases_share_the_budget():
 
 def test_private_updates_are_accounted_over_rounds_with_and_without_sampling():
     pytest.importorskip("dp_accounting")
-    privacy = Privacy(noise=4.0, updates=True, population=1000)
+    privacy = Privacy(noise=4.0, updates=True, amplify=True)
     aggregation = make_aggregation("plain", seed=0, privacy=privacy)
     for number in range(10):
-        summation = aggregation.open(range(5), kind="update", path=(0, number))
+        summation = aggregation.open(range(5), kind="update", path=(0, number), drawn_from=1000)
         summation.add(range(5), some_arrays(5))
         summation.close()
     report = aggregation.report()
@@ -185,23 +186,78 @@ def test_private_sums_keep_types_bytes_and_checks(kind):
     sums, _ = summed(kind, arrays, privacy)
     plain, _ = summed(kind, arrays, None)
     assert sums.arrays["samples"].dtype == torch.int64 and sums.arrays["a"].dtype == torch.float32
-    assert abs(sums.arrays["samples"].item() - 9 * 480) < 6 * 100
+    # z L times the unit of samples: by that much the count may move, and by rounding no less.
+    assert 1 < abs(sums.arrays["samples"].item() - 9 * 480) < 6 * 100 * 1000
     assert sums.bytes_up == plain.bytes_up and sums.clients == tuple(range(9))
     with pytest.raises(UserError, match="one row"):
         summed(kind, {"a": torch.zeros(9, 7), "b": torch.zeros(8)}, privacy)
 
 
 def test_the_accountant_survives_a_checkpoint():
-    privacy = Privacy(noise=3.0, population=50)
-    _, aggregation = summed("plain", some_arrays(), privacy)
+    privacy = Privacy(noise=3.0, amplify=True)
+    aggregation = make_aggregation("plain", seed=0, privacy=privacy)
+    summation = aggregation.open(range(5), kind="statistics", path=(0, 0), drawn_from=50)
+    summation.add(range(5), some_arrays())
+    summation.close()
     resumed = make_aggregation("plain", seed=0, privacy=privacy)
     resumed.restore(json.loads(json.dumps(aggregation.state())))
     assert resumed.report() == aggregation.report()
     assert resumed.accountant.releases == [(3.0, (5, 50))]
 
 
+@pytest.mark.parametrize("kind", ["plain", "encoded", "secure"])
+def test_a_client_that_is_not_finite_counts_as_one_that_sent_zeros(kind):
+    privacy = Privacy(noise=0.01)
+    broken, zeros = some_arrays(), some_arrays()
+    broken["a"][1, 2, 0], broken["b"][3] = math.nan, math.inf
+    for array in zeros.values():
+        array[[1, 3]] = 0
+    sums, aggregation = summed(kind, broken, privacy)
+    reference, _ = summed(kind, zeros, privacy)
+    assert sums.clients == tuple(range(5))
+    for name in zeros:
+        assert torch.equal(sums.arrays[name], reference.arrays[name])
+    assert aggregation.report()["epsilon"] == pytest.approx(gaussian_epsilon(0.01, 1e-5))
+    assert math.isnan(broken["a"][1, 2, 0])  # the caller's arrays are the caller's
+
+
+def test_a_sum_without_a_draw_claims_no_sampling():
+    for options, drawn_from in [({}, 1000), ({"amplify": True}, None), ({"amplify": True}, 5)]:
+        aggregation = make_aggregation("plain", seed=0, privacy=Privacy(noise=4.0, **options))
+        summation = aggregation.open(range(5), kind="statistics", path=(0, 0), drawn_from=drawn_from)
+        summation.add(range(5), some_arrays())
+        summation.close()
+        report = aggregation.report()
+        assert report["epsilon_released"] == report["epsilon"] == gaussian_epsilon(4.0, 1e-5)
+
+
+def test_dp_accounting_is_asked_for_at_the_start(monkeypatch):
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    make_aggregation("plain", seed=0, privacy=Privacy())
+    with pytest.raises(UserError, match="pip install"):
+        make_aggregation("plain", seed=0, privacy=Privacy(amplify=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "releases"),
+    [({}, 3), ({"updates": True}, 23), ({"updates": True, "statistics": False}, 20), ({"releases": 7}, 7)],
+)
+def test_epsilon_is_shared_over_all_private_sums_of_the_run(options, releases):
+    aggregation = make_aggregation("plain", seed=0, privacy=Privacy(epsilon=1.0, **options))
+    aggregation.plan({"update": 20, "statistics": 3})
+    assert aggregation.report()["noise"] == pytest.approx(gaussian_noise(1.0, 1e-5) * math.sqrt(releases))
+
+
+def test_a_run_without_an_end_must_say_over_how_many_sums():
+    with pytest.raises(UserError, match=r"dp\.releases"):
+        make_aggregation("plain", seed=0, privacy=Privacy()).plan(None)
+    for told in (Privacy(releases=3), Privacy(noise=1.0), Privacy(calibration="paper")):
+        make_aggregation("plain", seed=0, privacy=told).plan(None)
+
+
 def test_units():
     assert Privacy().scale("metric/loss") == 100.0 and Privacy().scale("conv.weight") == 1.0
+    assert Privacy().scale("samples") == Privacy().scale("fc1/ratio") == 1000.0
     privacy = Privacy(scales={"metric/loss": 3.0, "*/energy": 20.0})
     assert privacy.scale("metric/loss") == 3.0 and privacy.scale("fc/energy") == 20.0
 
@@ -225,6 +281,12 @@ def test_settings_that_cannot_be_meant_are_refused():
         Privacy(clip=math.inf)
     with pytest.raises(UserError, match="epsilon must be positive"):
         Privacy(epsilon=0.0)
+    for wrong in (
+        {"epsilon": math.inf}, {"noise": -1.0}, {"noise": math.nan}, {"update_clip": 1e-300}, {"clip": -1.0},
+        {"scales": {"*": 0.0}}, {"scales": {"a": math.inf}}, {"releases": -1}, {"delta": math.nan},
+    ):  # fmt: skip
+        with pytest.raises(UserError, match="dp"):
+            Privacy(**wrong)
     with pytest.raises(UserError, match="analytic or paper"):
         Privacy(calibration="classical")
     with pytest.raises(UserError, match="too coarse"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from typing import Literal
 
 from fot.aggregation.codec import Codec
 from fot.aggregation.encoded import EncodedAggregation
@@ -25,7 +26,7 @@ __all__ = [
 
 
 def make_aggregation(
-    kind: str,
+    kind: Literal["plain", "encoded", "secure"],
     *,
     seed: int,
     update_bits: int = 32,

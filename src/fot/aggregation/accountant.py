@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable
 
@@ -88,13 +89,9 @@ class Accountant:
         return min(known, self._renyi())
 
     def _renyi(self) -> float:
-        try:
-            import dp_accounting
-            from dp_accounting import rdp
-        except ImportError as error:
-            raise UserError(
-                "accounting for sampled cohorts needs dp-accounting: pip install 'fot[privacy]'"
-            ) from error
+        import dp_accounting
+        from dp_accounting import rdp
+
         accountant = rdp.RdpAccountant(neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_ONE)
         counts: dict[tuple[float, tuple[int, int] | None], int] = {}
         for release in self.releases:
@@ -108,6 +105,12 @@ class Accountant:
                 event = dp_accounting.SampledWithoutReplacementDpEvent(sample[1], sample[0], drawn)
             accountant.compose(event, count)
         return float(accountant.get_epsilon(self.delta))
+
+
+def check_installed() -> None:
+    """Refuse to account for sampled cohorts where dp-accounting is missing."""
+    if importlib.util.find_spec("dp_accounting") is None:
+        raise UserError("dp.amplify: it needs dp-accounting; pip install 'fot[privacy]'")
 
 
 def _bisect(holds: Callable[[float], bool], low: float, high: float) -> float:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 
 import numpy as np
 import torch
@@ -50,8 +51,8 @@ class Coding:
         """
         if not 2 <= bits <= 64:
             raise UserError(f"a ring of {bits} bits: choose from 2 to 64")
-        if not (clip > 0 and math.isfinite(clip)):
-            raise UserError(f"a clip of {clip}: it must be positive and finite")
+        if not 1e-30 <= clip <= 1e30:  # what float32 can tell from nothing, and hold
+            raise UserError(f"a clip of {clip:g} for the ring: choose from 1e-30 to 1e30")
         limit = (2 ** (bits - 1) - 1) // clients
         if limit == 0:
             raise UserError(f"{clients} clients do not fit a ring of {bits} bits: use a wider ring")
@@ -88,7 +89,7 @@ class Codec:
     """The public clips and ring widths of every sum of a run.
 
     Updates travel in `update_bits`, statistics in `statistics_bits`; a scalar (a count, a loss, an energy)
-    always counts as a statistic. `clips` overrides the clip of an array by its name.
+    always counts as a statistic. `clips` overrides the clip of arrays by a pattern on their names.
 
     Examples
     --------
@@ -103,17 +104,35 @@ class Codec:
     statistics_bits: int = 64
     statistics_clip: float = 2.0**32
     clips: Mapping[str, float] | None = None
+    used: set[str] = field(default_factory=set, compare=False, repr=False)
+    """The patterns of `clips` that some array had."""
+
+    def __post_init__(self) -> None:
+        clips = (self.update_clip, self.statistics_clip, *(self.clips or {}).values())
+        for bits in (self.update_bits, self.statistics_bits):
+            for clip in clips:
+                Coding.of(bits=bits, clip=clip, clients=1)  # says what is wrong
 
     def coding(self, kind: Kind, name: str, shape: tuple[int, ...], clients: int) -> Coding:
         """The coding of one array in a sum over `clients`."""
         update = kind == "update" and len(shape) > 0
-        clip = (self.clips or {}).get(name, self.update_clip if update else self.statistics_clip)
+        clip = self.update_clip if update else self.statistics_clip
+        for pattern, own in (self.clips or {}).items():
+            if fnmatchcase(name, pattern):
+                self.used.add(pattern)
+                clip = own
+                break
         bits = self.update_bits if update else self.statistics_bits
         return Coding.of(bits=bits, clip=clip, clients=clients)
 
     def codings(self, kind: Kind, shapes: Mapping[str, tuple[int, ...]], clients: int) -> dict[str, Coding]:
         """The codings of all arrays of a sum, by name."""
         return {name: self.coding(kind, name, shape, clients) for name, shape in shapes.items()}
+
+    def notes(self) -> list[str]:
+        """Patterns of `clips` that no array of any sum had."""
+        unused = sorted((self.clips or {}).keys() - self.used)
+        return [f"aggregation.clips: no array is called {name!r}; that clip was not used" for name in unused]
 
 
 def to_words(integers: Tensor, bits: int) -> Words:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from fot.aggregation.codec import Codec, Coding, packed_size
@@ -26,13 +25,21 @@ class EncodedAggregation(Aggregation):
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
 
-    def open(self, cohort: Sequence[int], *, kind: Kind, path: tuple[int, ...]) -> EncodedSummation:
+    def open(
+        self, cohort: Sequence[int], *, kind: Kind, path: tuple[int, ...], drawn_from: int | None = None
+    ) -> EncodedSummation:
         """Begin a sum over `cohort`."""
         return EncodedSummation(self.codec, cohort, kind)
+
+    def notes(self) -> list[str]:
+        """Clips that were of no use."""
+        return self.codec.notes()
 
 
 class EncodedSummation:
     """A running sum of integers, on the device of the arrays; the codec leaves no room for an overflow."""
+
+    discreet = False
 
     def __init__(self, codec: Codec, cohort: Sequence[int], kind: Kind) -> None:
         self.codec = codec
@@ -40,7 +47,6 @@ class EncodedSummation:
         self.ledger = Ledger(cohort)
         self.codings: dict[str, Coding] = {}
         self.totals: dict[str, Tensor] = {}
-        self.dtypes: dict[str, torch.dtype] = {}
         self.clipped = 0
 
     def add(self, clients: Sequence[int], arrays: dict[str, Tensor]) -> None:
@@ -53,11 +59,11 @@ class EncodedSummation:
                 integers, clipped = self.codings[name].encode(row)
                 self.clipped += clipped
                 self.totals[name] = self.totals[name].add_(integers) if name in self.totals else integers
-            self.dtypes[name] = array.dtype
 
     def close(self) -> Sums:
         """The decoded totals; a client sent its packed words."""
-        clients = self.ledger.clients()
-        arrays = {n: self.codings[n].decode(total, self.dtypes[n]) for n, total in self.totals.items()}
+        clients = self.ledger.close()
+        dtypes = self.ledger.dtypes
+        arrays = {n: self.codings[n].decode(total, dtypes[n]) for n, total in self.totals.items()}
         sent = sum(packed_size((self.codings[n].bits, total.numel())) for n, total in self.totals.items())
         return Sums(arrays=arrays, clients=clients, bytes_up=sent, bytes_down=0, clipped=self.clipped)

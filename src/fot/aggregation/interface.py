@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from fot.errors import UserError
@@ -40,6 +41,10 @@ class Sums:
 class Summation(Protocol):
     """One sum being formed."""
 
+    discreet: bool
+    """Whether a client whose numbers are not finite may be added and counts as one that sent zeros. Elsewhere
+    it is to be left out; of a private sum, that somebody is missing would be news without noise."""
+
     def add(self, clients: Sequence[int], arrays: dict[str, Tensor]) -> None:
         """Add the arrays of `clients`, each of shape ``[len(clients), *shape]``: one row a client."""
 
@@ -51,13 +56,30 @@ class Summation(Protocol):
 class Aggregation(ABC):
     """A way to form sums."""
 
+    only_sums: bool = False
+    """Whether the server learns sums alone: it can name no client, and methods that need more are refused."""
+
     @abstractmethod
-    def open(self, cohort: Sequence[int], *, kind: Kind, path: tuple[int, ...]) -> Summation:
-        """Begin a sum over `cohort`; `path` (task, round) names it."""
+    def open(
+        self, cohort: Sequence[int], *, kind: Kind, path: tuple[int, ...], drawn_from: int | None = None
+    ) -> Summation:
+        """Begin a sum over `cohort`; `path` (task, round) names it.
+
+        `drawn_from` says from how many clients the cohort was drawn, uniformly and for this sum alone; None
+        where it was not.
+        """
 
     def expect(self, cohort: Sequence[int]) -> None:
-        """Hear who will form the sum after the one now open; a protocol may prepare for it."""
+        """Hear who will form the sum after the one now open (nobody: not known); a protocol may prepare."""
         return
+
+    def plan(self, sums: Mapping[Kind, int] | None) -> None:
+        """Hear, before the first, how many sums of each kind the run will form; None where nobody knows."""
+        return
+
+    def notes(self) -> list[str]:
+        """What the user should be told once the run is over."""
+        return []
 
     def report(self) -> dict[str, Any] | None:
         """The privacy that the sums have kept so far; None where none was promised."""
@@ -73,7 +95,13 @@ class Aggregation(ABC):
 
 
 class RoundAborted(UserError):
-    """A sum that could not be formed, and why; nothing of any client was revealed."""
+    """A sum that could not be formed, and why; nothing of any client was revealed.
+
+    `bytes_up` and `bytes_down` are what a client had sent and received by then.
+    """
+
+    bytes_up: int = 0
+    bytes_down: int = 0
 
 
 def check_rows(clients: Sequence[int], arrays: dict[str, Tensor]) -> None:
@@ -94,25 +122,41 @@ class Ledger:
             raise UserError("a cohort names a client twice: name each client once")
         self.added: set[int] = set()
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        self.closed = False
 
     def enter(self, clients: Sequence[int], arrays: dict[str, Tensor]) -> None:
-        """Note the clients' arrays, or say what is wrong with them."""
+        """Note the clients' arrays, or say what is wrong with them; then nothing has changed."""
+        self._open()
         check_rows(clients, arrays)
         shapes = {name: tuple(array.shape[1:]) for name, array in arrays.items()}
-        if self.added and shapes != self.shapes:
-            names = shapes.keys() | self.shapes.keys()
-            wrong = ", ".join(sorted(name for name in names if shapes.get(name) != self.shapes.get(name)))
-            raise UserError(f"clients differ in the names or shapes of '{wrong}': all must send the same")
+        dtypes = {name: array.dtype for name, array in arrays.items()}
+        if self.added and (shapes, dtypes) != (self.shapes, self.dtypes):
+            names = sorted(shapes.keys() | self.shapes.keys())
+            wrong = [n for n in names if shapes.get(n) != self.shapes.get(n)]
+            what, which = "names or shapes", wrong or [n for n in names if dtypes[n] != self.dtypes[n]]
+            raise UserError(
+                f"clients differ in the {what if wrong else 'types'} of '{', '.join(which)}': "
+                "all must send the same"
+            )
         for client in clients:
             if client not in self.cohort:
                 raise UserError(f"client {client} is not in the cohort of this sum: open the sum with it")
             if client in self.added:
                 raise UserError(f"client {client} was added twice: add each client once")
-            self.added.add(client)
-        self.shapes = shapes
+        if len(set(clients)) != len(clients):
+            raise UserError("a client is named twice in one call: add each client once")
+        self.added.update(clients)
+        self.shapes, self.dtypes = shapes, dtypes
 
-    def clients(self) -> tuple[int, ...]:
+    def close(self) -> tuple[int, ...]:
         """The clients that were added; none at all is an error."""
+        self._open()
         if not self.added:
             raise UserError("an empty sum: every client of the cohort dropped out; enlarge the cohort")
+        self.closed = True
         return tuple(sorted(self.added))
+
+    def _open(self) -> None:
+        if self.closed:
+            raise UserError("this sum is closed: open another")

@@ -23,7 +23,9 @@ class PlainAggregation(Aggregation):
     ([1.5, 2.5], (4, 7), 8)
     """
 
-    def open(self, cohort: Sequence[int], *, kind: Kind, path: tuple[int, ...]) -> PlainSummation:
+    def open(
+        self, cohort: Sequence[int], *, kind: Kind, path: tuple[int, ...], drawn_from: int | None = None
+    ) -> PlainSummation:
         """Begin a sum over `cohort`."""
         return PlainSummation(cohort)
 
@@ -36,10 +38,11 @@ class PlainSummation:
     a cohort and gains that one bit.
     """
 
+    discreet = False
+
     def __init__(self, cohort: Sequence[int]) -> None:
         self.ledger = Ledger(cohort)
         self.totals: dict[str, Tensor] = {}
-        self.dtypes: dict[str, torch.dtype] = {}
 
     def add(self, clients: Sequence[int], arrays: dict[str, Tensor]) -> None:
         """Add one row of each array for each client, in the order of client ids."""
@@ -50,11 +53,10 @@ class PlainSummation:
                 array = array[order]
             total = array.sum(0, dtype=torch.float64)
             self.totals[name] = self.totals[name].add_(total) if name in self.totals else total
-            self.dtypes[name] = array.dtype
 
     def close(self) -> Sums:
         """The totals in the arrays' own dtype; a client sent its arrays and received nothing."""
-        clients = self.ledger.clients()
-        arrays = {name: total.to(self.dtypes[name]) for name, total in self.totals.items()}
+        clients = self.ledger.close()
+        arrays = {name: total.to(self.ledger.dtypes[name]) for name, total in self.totals.items()}
         sent = sum(array.numel() * array.element_size() for array in arrays.values())
         return Sums(arrays=arrays, clients=clients, bytes_up=sent, bytes_down=0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from fot import randomness
-from fot.aggregation.accountant import Accountant, gaussian_noise
+from fot.aggregation.accountant import Accountant, check_installed, gaussian_noise
 from fot.aggregation.codec import Codec, Coding
 from fot.aggregation.interface import Aggregation, Kind, Summation, Sums, check_rows
 from fot.errors import UserError
 
 _COARSEST = 4.0  # the least deviation of a client's noise, in steps of the ring
 _AT_ONCE = 4  # clients whose arrays are held in float64
+_UNITS = {"metric/*": 100.0, "samples": 1000.0, "*/ratio": 1000.0}
 _TAIL = 12.0  # deviations at which the discrete Gaussian is cut off: 1e-32 of its mass
 
 
@@ -39,7 +40,7 @@ class Privacy:
     clip : float
         L, the joint norm of a client's statistics over all layers.
     releases : int
-        How many sums `epsilon` is meant for, for instance one a task.
+        How many sums `epsilon` is meant for; 0 for all that the run will form and that are private.
     calibration : str
         "analytic" (Balle & Wang, 2018), or "paper": the printed formula, which clips each array on its own
         and whose noise is too small; the epsilon that it really gives is reported.
@@ -49,31 +50,41 @@ class Privacy:
         Which sums are private. The reported epsilon covers these alone.
     update_clip : float
         L of the training updates.
-    population : int
-        From how many clients a cohort is drawn uniformly; 0 claims no amplification by sampling.
+    amplify : bool
+        Whether to report, as `epsilon_released`, what the sampling of cohorts adds against somebody who
+        does not know them. It needs dp-accounting.
     scales : mapping, optional
         The public unit of an array by a pattern on its name, for arrays of unlike size: norms are measured,
-        and noise is added, in that unit. It is 1 by default and 100 for metrics ("metric/..."), which nothing
-        depends on and which should not take the room of what is learnt from.
+        and noise is added, in that unit. It is 1 by default; 100 for metrics ("metric/...") and 1,000 for
+        "samples" and "*/ratio", which grow with the number of samples and would take the room of the rest.
     """
 
     epsilon: float = 5.0
     delta: float = 1e-5
     clip: float = 1.0
-    releases: int = 1
+    releases: int = 0
     calibration: Literal["analytic", "paper"] = "analytic"
     noise: float | None = None
     statistics: bool = True
     updates: bool = False
     update_clip: float = 1.0
-    population: int = 0
+    amplify: bool = False
     scales: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
-        if not (self.epsilon > 0 and 0 < self.delta < 1 and self.releases >= 1):
-            raise UserError("dp: epsilon must be positive, delta between 0 and 1, releases at least 1")
-        if not (self.clip > 0 and self.update_clip > 0):
-            raise UserError("dp: clips must be positive")
+        if not (0 < self.epsilon <= 1e9 and 0 < self.delta < 1 and self.releases >= 0):
+            raise UserError(
+                "dp: epsilon must be positive and at most 1e9 (dp.noise = 0.0 asks for none), "
+                "delta between 0 and 1, releases at least 1, or 0 for all"
+            )
+        if self.noise is not None and not (self.noise == 0 or 1e-6 <= self.noise <= 1e6):
+            raise UserError(f"dp.noise: {self.noise:g}; choose 0 or from 1e-6 to 1e6")
+        for clip in (self.clip, self.update_clip):
+            if not (1e-30 <= clip <= 1e30 or clip == math.inf):
+                raise UserError(f"dp: a clip of {clip:g}; choose from 1e-30 to 1e30, or inf")
+        for pattern, unit in (self.scales or {}).items():
+            if not 1e-30 <= unit <= 1e30:
+                raise UserError(f"dp.scales.{pattern}: a unit of {unit:g}; choose from 1e-30 to 1e30")
         if self.calibration not in ("analytic", "paper"):
             raise UserError(f"dp.calibration '{self.calibration}': choose analytic or paper")
         if self.multiplier > 0 and not math.isfinite(max(self.clip, self.update_clip)):
@@ -94,11 +105,11 @@ class Privacy:
             return self.noise
         if self.calibration == "paper":
             return math.sqrt(math.log(1.25 / self.delta)) / self.epsilon
-        return gaussian_noise(self.epsilon, self.delta) * math.sqrt(self.releases)
+        return gaussian_noise(self.epsilon, self.delta) * math.sqrt(max(self.releases, 1))
 
     def scale(self, name: str) -> float:
         """The unit of an array."""
-        units = [*(self.scales or {}).items(), ("metric/*", 100.0)]
+        units = [*(self.scales or {}).items(), *_UNITS.items()]
         return next((unit for pattern, unit in units if fnmatchcase(name, pattern)), 1.0)
 
 
@@ -124,6 +135,25 @@ class PrivateAggregation(Aggregation):
         self.seed = seed
         self.codec = codec
         self.accountant = Accountant(privacy.delta)
+        self.only_sums = inner.only_sums
+        if privacy.amplify:
+            check_installed()  # now, not when the run is over
+
+    def plan(self, sums: Mapping[Kind, int] | None) -> None:
+        """Share the epsilon over the sums to come, unless the user has said over how many."""
+        self.inner.plan(sums)
+        privacy = self.privacy
+        if privacy.releases:
+            return
+        if sums is not None:
+            private = (privacy.statistics * sums["statistics"], privacy.updates * sums["update"])
+            self.privacy = replace(privacy, releases=sum(private))
+        elif privacy.noise is None and privacy.calibration == "analytic":
+            raise UserError("dp.releases: nobody knows how many tasks will come; say over how many sums")
+
+    def notes(self) -> list[str]:
+        """What the inner aggregation has to say."""
+        return self.inner.notes()
 
     def expect(self, cohort: Sequence[int]) -> None:
         """Pass on who comes next."""
@@ -137,11 +167,16 @@ class PrivateAggregation(Aggregation):
         """Take up where `state` left off."""
         self.accountant.releases = [(noise, tuple(sample) if sample else None) for noise, sample in state]
 
-    def open(self, cohort: Sequence[int], *, kind: Kind, path: tuple[int, ...]) -> Summation:
+    def open(
+        self, cohort: Sequence[int], *, kind: Kind, path: tuple[int, ...], drawn_from: int | None = None
+    ) -> Summation:
         """Begin a sum, private if sums of its kind are."""
         summation = self.inner.open(cohort, kind=kind, path=path)
-        private = self.privacy.updates if kind == "update" else self.privacy.statistics
-        return PrivateSummation(self, summation, len(cohort), kind, path) if private else summation
+        if not (self.privacy.updates if kind == "update" else self.privacy.statistics):
+            return summation
+        population = drawn_from or 0
+        sample = (len(cohort), population) if self.privacy.amplify and population > len(cohort) else None
+        return PrivateSummation(self, summation, len(cohort), kind, path, sample)
 
     def report(self) -> dict[str, Any]:
         """The run's privacy so far: for the summary and the report."""
@@ -161,12 +196,23 @@ class PrivateAggregation(Aggregation):
 
 
 class PrivateSummation:
-    """One private sum: clients clip and add their share of the noise before the sum is formed."""
+    """One private sum: clients clip and add their share of the noise before the sum is formed.
+
+    `sample` is (cohort, population) where the sum is accounted as one over a drawn cohort.
+    """
+
+    discreet = True
 
     def __init__(
-        self, parent: PrivateAggregation, inner: Summation, clients: int, kind: Kind, path: tuple[int, ...]
+        self,
+        parent: PrivateAggregation,
+        inner: Summation,
+        clients: int,
+        kind: Kind,
+        path: tuple[int, ...],
+        sample: tuple[int, int] | None = None,
     ) -> None:
-        self.parent, self.inner, self.clients, self.kind = parent, inner, clients, kind
+        self.parent, self.inner, self.clients, self.kind, self.sample = parent, inner, clients, kind, sample
         privacy = parent.privacy
         self.bound = privacy.update_clip if kind == "update" else privacy.clip
         # A share of 1/n of the variance each: if all stay, the sum has all of the noise that z asks for.
@@ -178,6 +224,7 @@ class PrivateSummation:
         """Clip, add noise, pass on: a few clients at a time, for in float64 they take twice the memory."""
         check_rows(clients, arrays)
         self.dtypes = {name: array.dtype for name, array in arrays.items()}
+        arrays = _zeros_for_what_is_not_finite(arrays)
         for start in range(0, len(clients), _AT_ONCE):
             some = clients[start : start + _AT_ONCE]
             self.inner.add(
@@ -230,13 +277,24 @@ class PrivateSummation:
         released = privacy.multiplier * math.sqrt(len(sums.clients) / self.clients)
         if privacy.calibration == "paper":
             released /= math.sqrt(len(sums.arrays))  # each array may move by L: together by L √arrays
-        rate = (self.clients, privacy.population) if privacy.population > self.clients else None
-        self.parent.accountant.add(released, rate)
+        self.parent.accountant.add(released, self.sample)
         arrays = {
             name: (array if self.dtypes[name].is_floating_point else array.round()).to(self.dtypes[name])
             for name, array in sums.arrays.items()
         }
         return Sums(arrays, sums.clients, sums.bytes_up, sums.bytes_down, sums.clipped)
+
+
+def _zeros_for_what_is_not_finite(arrays: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The arrays, with zeros in all rows of a client that has anything in them that is not finite."""
+    if bool(torch.stack([array.sum().isfinite() for array in arrays.values()]).all()):
+        return arrays  # told in one pass; where a sum overflows, look closer
+    rows = [array.reshape(len(array), -1).isfinite().all(1) for array in arrays.values()]
+    finite = torch.stack(rows).all(0)
+    zeroed = {name: array.clone() for name, array in arrays.items()}
+    for array in zeroed.values():
+        array[~finite] = 0
+    return zeroed
 
 
 def clip_jointly(

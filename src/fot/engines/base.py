@@ -100,7 +100,7 @@ class RoundOutcome:
     """Summed updates and, under ``metric/loss``, the summed mean losses, or summed statistics; None where
     nothing is to be summed."""
     excluded: tuple[int, ...] = ()
-    """Clients whose numbers were not finite and which were left out."""
+    """Clients that were left out: their numbers were not finite, and the sum is not a discreet one."""
     local_params: dict[int, Tree] = field(default_factory=dict)
     """Each client's own model after training, where the method asks for it."""
 

@@ -51,7 +51,7 @@ class SequentialEngine:
             params, loss = self.local_training(server, task, client, keys, clients.get(client, {}))
             sent = [*self.network.trained(task.index), *self.network.carried()]
             update = {name: params[name] - server.params[name] for name in sent} | {LOSS: loss}
-            if not all(torch.isfinite(tensor).all() for tensor in update.values()):
+            if not (summation.discreet or all(torch.isfinite(tensor).all() for tensor in update.values())):
                 excluded.append(client)
                 continue
             summation.add([client], {name: tensor.unsqueeze(0) for name, tensor in update.items()})
@@ -107,7 +107,7 @@ class SequentialEngine:
         x, y = self._data(task)
         broadcast = self.method.broadcast(self.network, server)
         excluded: list[int] = []
-        added = False
+        sent: Tree = {}
         for position, client in zip(positions or range(len(participants)), participants, strict=True):
             held = task.clients[client].to(self.device)
             data = ClientData(x[held], y[held], task.index, key, client, position)
@@ -124,9 +124,13 @@ class SequentialEngine:
             if state:
                 clients[client] = state
             if statistics:  # a method may keep everything on the clients
-                summation.add([client], {name: tensor.unsqueeze(0) for name, tensor in statistics.items()})
-                added = True
-        return RoundOutcome(summation.close() if added else None, tuple(excluded))
+                sent = {name: tensor.unsqueeze(0) for name, tensor in statistics.items()}
+                summation.add([client], sent)
+        if sent and summation.discreet:
+            for client in excluded:
+                summation.add([client], {name: torch.zeros_like(tensor) for name, tensor in sent.items()})
+            excluded.clear()
+        return RoundOutcome(summation.close() if sent else None, tuple(excluded))
 
     def evaluate(self, params: Tree, x: Tensor, y: Tensor, task: int) -> float:
         right = 0

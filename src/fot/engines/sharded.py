@@ -225,6 +225,7 @@ class PartSummation:
 
     def __init__(self, summation: Summation) -> None:
         self.outer = summation
+        self.discreet = summation.discreet
         inner = summation.inner if isinstance(summation, PrivateSummation) else summation
         if not isinstance(inner, (PlainSummation, EncodedSummation)):
             raise UserError(
@@ -250,7 +251,7 @@ class PartSummation:
             {
                 "clients": sorted(inner.ledger.added),
                 "shapes": inner.ledger.shapes,
-                "dtypes": _names(inner.dtypes),
+                "dtypes": _names(inner.ledger.dtypes),
                 "private": _names(private.dtypes) if private else {},
                 "clipped": encoded.clipped if encoded else 0,
             }
@@ -264,7 +265,7 @@ class PartSummation:
         ledger = inner.ledger
         ledger.added = {client for part in filled for client in part["clients"]}
         ledger.shapes = {name: tuple(shape) for name, shape in first["shapes"].items()}
-        inner.dtypes = {name: getattr(torch, dtype) for name, dtype in first["dtypes"].items()}
+        ledger.dtypes = {name: getattr(torch, dtype) for name, dtype in first["dtypes"].items()}
         if private:
             private.dtypes = {name: getattr(torch, dtype) for name, dtype in first["private"].items()}
         if encoded:

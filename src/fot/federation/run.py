@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fot import __version__
-from fot.aggregation import Aggregation, RoundAborted, Sums, make_aggregation
+from fot.aggregation import Aggregation, Kind, RoundAborted, Sums, make_aggregation
 from fot.benchmarks.stream import Stream, Task
 from fot.engines.base import Engine, EngineOptions, RoundKeys, RoundOutcome, Training
 from fot.engines.sequential import LOSS, SequentialEngine
@@ -88,6 +88,11 @@ class Run:
         }
         self.names |= names or {}
         self.tell: Observer = observer or (lambda event, **fields: None)
+        if self.aggregation.only_sums and not method.sums_only:
+            raise UserError(
+                f"aggregation.kind: {self.names['method']} needs more than sums "
+                "and cannot run under secure ones"
+            )
         ranks = world(options.device)
         self.device = options.resolved_device()
         if self.device.type == "cuda":
@@ -119,21 +124,16 @@ class Run:
     @classmethod
     def of(cls, experiment: Experiment, observer: Observer | None = None) -> Run:
         """The run that an experiment describes."""
-        method = experiment.make_method()
         names = {
             "benchmark": experiment.benchmark["name"],
             "method": experiment.method["name"],
             "partition": str(experiment.benchmark.get("partition", "own")),
             "aggregation": experiment.aggregation["kind"],
         }
-        if experiment.aggregation["kind"] == "secure" and not method.sums_only:
-            raise UserError(
-                f"aggregation.kind: {names['method']} needs more than sums and cannot run under secure ones"
-            )
         return cls(
             experiment.make_stream(),
             experiment.make_model(),
-            method,
+            experiment.make_method(),
             training=experiment.training,
             aggregation=experiment.make_aggregation(),
             engine=experiment.engine,
@@ -149,6 +149,7 @@ class Run:
         ``save(task_ended)`` is called wherever the run could go on from: after rounds and tasks.
         """
         self._save = save or (lambda task_ended: None)
+        self.aggregation.plan(self._sums_to_come())
         if not self.state.names:
             about = {
                 "tasks": len(self.stream) if isinstance(self.stream, Sized) else None,
@@ -169,9 +170,19 @@ class Run:
             self.tell(
                 "warning", message=f"{clipped} of the encoded sums; raise aggregation.update_clip or .clips"
             )
+        for note in self.aggregation.notes():
+            self.tell("warning", message=note)
         summary = self.summary()
         self.tell("run_finished", acc=summary["acc"], fgt=summary["fgt"])
         return summary
+
+    def _sums_to_come(self) -> dict[Kind, int] | None:
+        """How many sums of each kind the whole run forms; None where nobody knows how many tasks come."""
+        if not isinstance(self.stream, Sized):
+            return None
+        tasks = len(self.stream)
+        updates = sum(self.training.rounds_of(task) for task in range(tasks))
+        return {"update": updates, "statistics": tasks - 1 if self.method.extracts else 0}
 
     def _task(self, task: Task, last: bool) -> None:
         state = self.state
@@ -184,23 +195,32 @@ class Run:
         extracts = self.method.extracts and not last
         outcome = RoundOutcome(None)
         left_out: set[int] = set()
+        missing = -state.excluded
         for round in range(state.round, rounds):
             if round + 1 < rounds:
                 following = self._cohort(task.index, round + 1, holders)
             else:  # nobody is asked after the last task
                 following = self._participants(task.index, holders) if extracts else []
-            keep_local = self.method.model == "local" and extracts and round == rounds - 1
+            then_extracts = extracts and round == rounds - 1
+            # A cohort that is asked again at the end was not drawn for this one sum.
+            again = then_extracts and self.method.participants == "cohort"
             outcome = self._round(
-                task, round, self._cohort(task.index, round, holders), following, keep_local
-            )
-            left_out |= set(outcome.excluded)
+                task, round, self._cohort(task.index, round, holders), following,
+                keep_local=self.method.model == "local" and then_extracts,
+                drawn_from=None if again else len(holders),
+            )  # fmt: skip
+            left_out |= set(self._named(outcome))
             every = self.evaluation.every
             if every and (round + 1) % every == 0 and round + 1 < rounds:
                 self._evaluate(task.index, round)
             state.round = round + 1
             if state.round < rounds:  # past the last round, the clients' local models may be wanted still
                 self._save(False)
-        if left_out:
+        missing += state.excluded
+        if missing and not left_out:
+            left = f"task {task.index + 1}: {missing} updates are missing from its sums"
+            self.tell("warning", message=f"{left}: clients dropped out, or their numbers were not finite")
+        elif left_out:
             listed = ", ".join(map(str, sorted(left_out)))
             left = f"task {task.index + 1}: updates of client(s) {listed} were not finite and were left out"
             self.tell("warning", message=f"{left}; lower training.lr, or check their data")
@@ -258,7 +278,14 @@ class Run:
                 state.zero_shot.append(self._test(state.server.params, task.index))
 
     def _round(
-        self, task: Task, round: int, cohort: list[int], following: list[int], keep_local: bool
+        self,
+        task: Task,
+        round: int,
+        cohort: list[int],
+        following: list[int],
+        *,
+        keep_local: bool,
+        drawn_from: int | None,
     ) -> RoundOutcome:
         state, seed, training = self.state, self.seed, self.training
         keys = RoundKeys(
@@ -266,16 +293,16 @@ class Run:
         )
         start = time.perf_counter()
         with self._clock("train"):
-            summation = self.aggregation.open(cohort, kind="update", path=(task.index, round))
-            if following:
-                self.aggregation.expect(following)
             try:
+                summation = self.aggregation.open(
+                    cohort, kind="update", path=(task.index, round), drawn_from=drawn_from
+                )
+                self.aggregation.expect(following)
                 outcome = self.engine.train(
                     state.server, task, cohort, keys, state.clients, summation, keep_local=keep_local
                 )
             except RoundAborted as reason:
-                outcome = RoundOutcome(None)
-                self.tell("warning", message=f"task {task.index + 1}, round {round + 1} is void: {reason}")
+                outcome = self._aborted(f"task {task.index + 1}, round {round + 1}", cohort, reason)
             sums = outcome.sums
             void = sums is None or len(sums.clients) < training.min_clients
             loss = None
@@ -285,44 +312,69 @@ class Run:
                 state.server = self.method.aggregate(self.network, state.server, mean)
         up, down = self._count("training", sums, _bytes(self._sent(task.index)))
         state.rounds += 1
-        state.excluded += len(outcome.excluded)
+        missing = self._missing(cohort, outcome)
+        state.excluded += missing
         self.tell(
             "round_finished", task=task.index, round=round, loss=loss,
-            clients=len(sums.clients) if sums else 0, excluded=list(outcome.excluded), void=void,
-            bytes_up=up, bytes_down=down, seconds=time.perf_counter() - start,
+            clients=len(sums.clients) if sums else 0, excluded=self._named(outcome), missing=missing,
+            void=void, bytes_up=up, bytes_down=down, seconds=time.perf_counter() - start,
         )  # fmt: skip
         return outcome
+
+    def _aborted(self, what: str, cohort: Sequence[int], reason: RoundAborted) -> RoundOutcome:
+        """The sum of nobody, at the cost it had."""
+        self.tell("warning", message=f"{what} is void: {reason}")
+        return RoundOutcome(Sums({}, (), reason.bytes_up, reason.bytes_down), tuple(cohort))
+
+    def _named(self, outcome: RoundOutcome) -> list[int]:
+        """The clients that were left out, where the server can know why they are missing."""
+        return [] if self.aggregation.only_sums else list(outcome.excluded)
+
+    def _missing(self, cohort: Sequence[int], outcome: RoundOutcome) -> int:
+        """How many clients a sum lacks."""
+        if self.aggregation.only_sums and outcome.sums:
+            return len(cohort) - len(outcome.sums.clients)
+        return len(outcome.excluded)
 
     def _extract(self, task: Task, participants: Sequence[int], local_params: dict[int, Tree]) -> None:
         state = self.state
         start = time.perf_counter()
         with self._clock("extract"):
             path = (task.index, self.training.rounds_of(task.index))
-            summation = self.aggregation.open(participants, kind="statistics", path=path)
-            outcome = self.engine.extract(
-                state.server, task, participants, key(self.seed, "extraction", task.index),
-                state.clients, summation, local_params=local_params,
-            )  # fmt: skip
+            try:
+                summation = self.aggregation.open(participants, kind="statistics", path=path)
+                self.aggregation.expect([])  # who comes next, only the next task tells
+                outcome = self.engine.extract(
+                    state.server, task, participants, key(self.seed, "extraction", task.index),
+                    state.clients, summation, local_params=local_params,
+                )  # fmt: skip
+            except RoundAborted as reason:
+                outcome = self._aborted(f"the extraction of task {task.index + 1}", participants, reason)
             down = _bytes(self.method.broadcast(self.network, state.server))
             if self.method.model == "global":
                 down += _bytes(self._sent(task.index))
             report: dict[str, Any] = {}
-            if outcome.excluded:
-                listed = ", ".join(map(str, outcome.excluded))
+            void = len(outcome.excluded) == len(participants)
+            named, missing = self._named(outcome), self._missing(participants, outcome)
+            if named:
+                listed = ", ".join(map(str, named))
                 left = f"statistics of client(s) {listed} were not finite and were left out; check their data"
                 self.tell("warning", message=f"task {task.index + 1}: {left}")
-            if len(outcome.excluded) < len(participants):
+            elif missing and not void:
+                left = f"the statistics of {missing} clients are missing: they dropped out or were not finite"
+                self.tell("warning", message=f"task {task.index + 1}: {left}")
+            if not void:
                 state.server, report = self.method.consolidate(
                     self.network, state.server, outcome.sums.arrays if outcome.sums else {}, task.index,
                     key(self.seed, "consolidation", task.index),
                 )  # fmt: skip
         up, down = self._count("extraction", outcome.sums, down)
-        state.excluded += len(outcome.excluded)
+        state.excluded += missing
         for message in report.pop("warnings", []):
             self.tell("warning", message=message)
         self.tell(
             "extracted", task=task.index, **report, clients=len(outcome.sums.clients) if outcome.sums else 0,
-            excluded=list(outcome.excluded), bytes_up=up, bytes_down=down,
+            excluded=named, missing=missing, void=void, bytes_up=up, bytes_down=down,
             seconds=time.perf_counter() - start,
         )  # fmt: skip
 

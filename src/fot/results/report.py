@@ -285,14 +285,21 @@ def _privacy(summary: Summary) -> str:
     privacy = summary.get("privacy")
     if not privacy:
         return ""
-    epsilon = "no bound" if privacy["epsilon"] is None else f"{privacy['epsilon']:.3g}"
+    bound = {
+        name: "no bound" if privacy.get(name) is None else f"{privacy[name]:.3g}"
+        for name in ("epsilon", "epsilon_released")
+    }
     facts = {
-        "Epsilon": f"{epsilon} at delta {privacy['delta']:g}, over {privacy['releases']} released sums",
+        "Epsilon": f"{bound['epsilon']} at delta {privacy['delta']:g}, "
+        f"over {privacy['releases']} released sums",
+        "Released": f"{bound['epsilon_released']} against somebody who does not know the cohorts",
         "Asked for": f"{privacy['asked']:g}, by the {privacy['calibration']} calibration",
         "Noise": f"{privacy['noise']:.3g} times the clip",
         "Covers": ", ".join(privacy["covers"]),
     }
     note = "What the sums may tell of any one client; what is not covered has no such bound."
+    if "updates" not in privacy["covers"]:
+        note += " The training updates are not covered: this run as a whole is not private."
     return page.card("Differential privacy", note, _facts(facts), full=True)
 
 

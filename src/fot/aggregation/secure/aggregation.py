@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import thread_time
 
@@ -18,11 +19,13 @@ import torch
 from torch import Tensor
 
 from fot.aggregation.codec import Codec, Coding, Words, from_words, to_words
-from fot.aggregation.interface import Aggregation, Kind, Ledger, Sums
+from fot.aggregation.interface import Aggregation, Kind, Ledger, RoundAborted, Sums
 from fot.aggregation.secure import client as clients_side
 from fot.aggregation.secure import server as server_side
 from fot.aggregation.secure.client import Entropy, Policy
 from fot.aggregation.secure.server import Terms
+from fot.aggregation.secure.wire import Refusal
+from fot.errors import UserError
 
 ADVERTISE, SHARE, INPUT, UNMASK = range(4)
 COUNT = (64, 1)  # the segment that every sum ends with: how many entries were clipped
@@ -34,15 +37,17 @@ Dropouts = Callable[[tuple[int, ...]], Mapping[int, int]]  # path of a sum -> {c
 class Session:
     """One session, driven: the newest state of each party, and what each stage cost in processor time.
 
-    `gone` says which client vanishes at which stage; its message of that stage is never sent.
+    `gone` says which client vanishes at which stage; its message of that stage is never sent. A client that
+    refuses, or whose message the server refuses, has dropped out too. `up` and `down` are the sizes of the
+    messages of each stage.
     """
 
     server: server_side.State
     clients: dict[int, clients_side.State]
     gone: Mapping[int, int]
     cohort: tuple[int, ...]
-    up: list[int] = field(default_factory=lambda: [0] * 4)
-    down: list[int] = field(default_factory=lambda: [0] * 4)
+    up: list[list[int]] = field(default_factory=lambda: [[], [], [], []])
+    down: list[list[int]] = field(default_factory=lambda: [[], [], [], []])
     client_seconds: list[float] = field(default_factory=lambda: [0.0] * 4)
     server_seconds: list[float] = field(default_factory=lambda: [0.0] * 4)
     record: Callable[[int, bytes], None] | None = None  # shown every message, for tests
@@ -51,22 +56,56 @@ class Session:
         """Whether a client is still there at a stage."""
         return client in self.clients and self.gone.get(client, len(STAGES)) > stage
 
-    def send(self, stage: int, message: bytes) -> None:
+    def cost(self) -> tuple[int, int]:
+        """Bytes sent and received by a client that is there to the end: at each stage, by those who were."""
+        up, down = (sum(sum(s) / len(s) for s in sizes if s) for sizes in (self.up, self.down))
+        return round(up), round(down)
+
+    @contextmanager
+    def priced(self) -> Iterator[None]:
+        """A session that is aborted tells what it has cost."""
+        try:
+            yield
+        except RoundAborted as reason:
+            reason.bytes_up, reason.bytes_down = self.cost()
+            raise
+
+    def send(self, stage: int, client: int, message: bytes) -> None:
         """A client's message reaches the server."""
-        began = thread_time()
-        self.server = server_side.receive(self.server, message)
-        self.server_seconds[stage] += thread_time() - began
-        self.up[stage] += len(message)
+        self.up[stage].append(len(message))
         if self.record:
             self.record(stage, message)
+        began = thread_time()
+        try:
+            self.server = server_side.receive(self.server, message)
+        except Refusal:
+            del self.clients[client]
+        self.server_seconds[stage] += thread_time() - began
 
-    def deliver(self, stage: int, outbox: dict[int, bytes]) -> list[int]:
-        """The server's messages reach those who are still there."""
+    def deliver(self, stage: int, outbox: server_side.Outbox) -> server_side.Outbox:
+        """The server's messages go out; those that reach somebody who is still there."""
         for message in outbox.values():
-            self.down[stage] += len(message)
+            self.down[stage].append(len(message))
             if self.record:
                 self.record(stage, message)
-        return [client for client in outbox if self.takes_part(client, stage)]
+        return {client: m for client, m in outbox.items() if self.takes_part(client, stage)}
+
+    def reply(
+        self,
+        stage: int,
+        inbox: server_side.Outbox,
+        answer: Callable[[clients_side.State, bytes], tuple[clients_side.State, bytes]],
+    ) -> None:
+        """The clients answer, or refuse and are gone."""
+        for client, message in inbox.items():
+            began = thread_time()
+            try:
+                self.clients[client], reply = answer(self.clients[client], message)
+            except Refusal:
+                del self.clients[client]
+                continue
+            self.client_seconds[stage] += thread_time() - began
+            self.send(stage, client, reply)
 
     def advertise(self, session: bytes, policy: Policy, entropy: Entropy) -> None:
         """Stage 1: keys."""
@@ -75,39 +114,45 @@ class Session:
                 began = thread_time()
                 self.clients[client], reply = clients_side.advertise(client, session, policy, entropy)
                 self.client_seconds[ADVERTISE] += thread_time() - began
-                self.send(ADVERTISE, reply)
+                self.send(ADVERTISE, client, reply)
 
-    def share(self) -> None:
-        """Stage 2: shares."""
+    def rosters(self) -> server_side.Outbox:
+        """The keys go out."""
         began = thread_time()
         self.server, outbox = server_side.rosters(self.server)
         self.server_seconds[SHARE] += thread_time() - began
-        for client in self.deliver(SHARE, outbox):
-            began = thread_time()
-            self.clients[client], reply = clients_side.share(self.clients[client], outbox[client])
-            self.client_seconds[SHARE] += thread_time() - began
-            self.send(SHARE, reply)
+        return self.deliver(SHARE, outbox)
+
+    def share(self, rosters: server_side.Outbox) -> None:
+        """Stage 2: shares."""
+        self.reply(SHARE, rosters, clients_side.share)
 
     def collect(self, layout: Sequence[tuple[int, int]]) -> None:
         """The shares arrive, with the broadcast that opens the sum."""
         began = thread_time()
         self.server, outbox = server_side.inboxes(self.server, layout)
         self.server_seconds[INPUT] += thread_time() - began
-        for client in self.deliver(INPUT, outbox):
+        for client, message in self.deliver(INPUT, outbox).items():
             began = thread_time()
-            self.clients[client] = clients_side.collect(self.clients[client], outbox[client])
+            try:
+                self.clients[client] = clients_side.collect(self.clients[client], message)
+            except Refusal:
+                del self.clients[client]
             self.client_seconds[INPUT] += thread_time() - began
 
-    def unmask(self) -> tuple[tuple[Words, ...], tuple[int, ...]]:
-        """Stage 4: the sum in the ring, and whose it is."""
+    def survivors(self) -> server_side.Outbox:
+        """The requests to unmask go out."""
         began = thread_time()
         self.server, outbox = server_side.survivors(self.server)
         self.server_seconds[UNMASK] += thread_time() - began
-        for client in self.deliver(UNMASK, outbox):
-            began = thread_time()
-            self.clients[client], reply = clients_side.unmask(self.clients[client], outbox[client])
-            self.client_seconds[UNMASK] += thread_time() - began
-            self.send(UNMASK, reply)
+        return self.deliver(UNMASK, outbox)
+
+    def unmask(self, requests: server_side.Outbox) -> None:
+        """Stage 4: shares of what covers the sum."""
+        self.reply(UNMASK, requests, clients_side.unmask)
+
+    def finish(self) -> tuple[tuple[Words, ...], tuple[int, ...]]:
+        """The sum in the ring, and whose it is."""
         began = thread_time()
         total, included = server_side.finish(self.server)
         self.server_seconds[UNMASK] += thread_time() - began
@@ -122,7 +167,7 @@ class SecureAggregation(Aggregation):
     codec : Codec
         The public clips and rings.
     minimum : int
-        The least clients a client agrees to be summed with.
+        The least clients that a client agrees to be summed with, itself included; at least 2.
     neighbours : int
         With how many a client shares masks and secrets (even); 0 for the whole cohort.
     threshold : float
@@ -143,6 +188,8 @@ class SecureAggregation(Aggregation):
     ([1.75], (0, 1, 2))
     """
 
+    only_sums = True
+
     def __init__(
         self,
         codec: Codec,
@@ -154,6 +201,14 @@ class SecureAggregation(Aggregation):
         dropouts: Dropouts | None = None,
         entropy: Entropy = os.urandom,
     ) -> None:
+        if minimum < 2:
+            raise UserError(f"aggregation.minimum: {minimum}; a sum hides nobody but among 2 or more")
+        if not 0 <= threshold <= 1:
+            raise UserError(f"aggregation.threshold: {threshold:g} is a share; choose from 0 to 1")
+        if neighbours < 0 or neighbours % 2:
+            raise UserError(f"aggregation.neighbours: {neighbours}; choose an even number, or 0 for all")
+        if workers < 0:
+            raise UserError(f"aggregation.workers: {workers}; choose a number, or 0 for one a core")
         self.codec = codec
         self.policy = Policy(minimum=minimum, degree=neighbours)
         self.threshold = threshold
@@ -161,17 +216,22 @@ class SecureAggregation(Aggregation):
         self.dropouts = dropouts
         self.entropy = entropy
         self.record: Callable[[int, bytes], None] | None = None
-        self.upcoming: tuple[int, ...] | None = None
+        self.upcoming: tuple[int, ...] = ()
         self._last: tuple[int, ...] = ()
         self._prepared: Session | None = None
-        self.exchanges = 0  # of the newest sum
         self.session: Session | None = None  # the newest, for the bench and tests
 
     def expect(self, cohort: Sequence[int]) -> None:
         """Say who will form the next sum, so that its keys and shares travel with the sum now open."""
         self.upcoming = tuple(sorted(cohort))
 
-    def open(self, cohort: Sequence[int], *, kind: Kind, path: tuple[int, ...]) -> SecureSummation:
+    def notes(self) -> list[str]:
+        """Clips that were of no use."""
+        return self.codec.notes()
+
+    def open(
+        self, cohort: Sequence[int], *, kind: Kind, path: tuple[int, ...], drawn_from: int | None = None
+    ) -> SecureSummation:
         """Begin a sum over `cohort`: with the session prepared for it, or with a new one."""
         members = tuple(sorted(cohort))
         ledger = Ledger(members)
@@ -184,14 +244,13 @@ class SecureAggregation(Aggregation):
             or any(stage <= SHARE for stage in gone.values())
         ):
             session = self.new_session(members, gone)
-            self.advertise(session)
-            session.share()
-            self.exchanges = 4
+            with session.priced():
+                self.advertise(session)
+                session.share(session.rosters())
         else:
             session.gone = gone
-            self.exchanges = 2
-        if self.upcoming is None and members == self._last:
-            self.upcoming = members  # a cohort that has come twice is taken to come again
+        # A cohort that has come twice is taken to come again, until `expect` knows better.
+        self.upcoming = members if members == self._last else ()
         self._last, self.session = members, session
         return SecureSummation(self, session, ledger, kind)
 
@@ -216,6 +275,8 @@ class SecureAggregation(Aggregation):
 class SecureSummation:
     """One secure sum. Inputs are masked as they are added, and held by the server as one running total."""
 
+    discreet = False
+
     def __init__(self, parent: SecureAggregation, session: Session, ledger: Ledger, kind: Kind) -> None:
         self.parent = parent
         self.session = session
@@ -234,7 +295,8 @@ class SecureSummation:
             self.like = {name: (array.shape[1:], array.dtype, array.device) for name, array in arrays.items()}
             self.layout = [(self.codings[n].bits, like[0].numel()) for n, like in self.like.items()]
             self.layout.append(COUNT)
-            session.collect(self.layout)
+            with session.priced():
+                session.collect(self.layout)
 
         def mask(row: int) -> tuple[int, clients_side.Masked, bytes, float]:
             began = thread_time()
@@ -257,33 +319,31 @@ class SecureSummation:
                 for done in pool.map(mask, present[start : start + 2 * self.parent.workers]):
                     client, session.clients[client], message, seconds = done
                     session.client_seconds[INPUT] += seconds
-                    session.send(INPUT, message)
+                    session.send(INPUT, client, message)
 
     def close(self) -> Sums:
         """Unmask and decode the sum; with it, prepare the next one if its cohort is known."""
-        self.ledger.clients()  # an empty sum is an error
+        self.ledger.close()  # an empty sum is an error
         parent, session = self.parent, self.session
-        cohort, parent.upcoming = parent.upcoming, None
-        upcoming = parent.new_session(cohort, {}) if cohort else None
-        if upcoming:
+        minimum, upcoming = parent.policy.minimum, None
+        if len(parent.upcoming) >= minimum:  # else the next sum will say itself that it is too small
             # Who sent no input has not advertised for the next sum with it.
             silent = self.ledger.cohort - self.ledger.added | session.gone.keys()
-            upcoming.gone = dict.fromkeys(silent, ADVERTISE)
+            upcoming = parent.new_session(parent.upcoming, dict.fromkeys(silent, ADVERTISE))
             parent.advertise(upcoming)
-        total, included = session.unmask()
-        if upcoming and len(upcoming.clients) >= parent.policy.minimum:
-            upcoming.share()
-            parent._prepared = upcoming
+        with session.priced():
+            requests = session.survivors()
+            ready = upcoming if upcoming and len(upcoming.clients) >= minimum else None
+            rosters = ready.rosters() if ready else {}
+            session.unmask(requests)
+            if ready:
+                ready.share(rosters)
+            total, included = session.finish()
+        parent._prepared = ready
         arrays = {}
         *vectors, (clipped,) = total
         for words, (name, (shape, dtype, device)) in zip(vectors, self.like.items(), strict=True):
             integers = torch.from_numpy(from_words(words, self.codings[name].bits))
             arrays[name] = self.codings[name].decode(integers, dtype).reshape(shape).to(device)
-        size = len(session.cohort)
-        return Sums(
-            arrays=arrays,
-            clients=included,
-            bytes_up=round(sum(session.up) / size),
-            bytes_down=round(sum(session.down) / size),
-            clipped=int(clipped),
-        )
+        up, down = session.cost()
+        return Sums(arrays=arrays, clients=included, bytes_up=up, bytes_down=down, clipped=int(clipped))

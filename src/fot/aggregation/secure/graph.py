@@ -16,7 +16,8 @@ from fot.errors import UserError
 def neighbours(clients: Iterable[int], degree: int, session: bytes) -> dict[int, tuple[int, ...]]:
     """The neighbours of every client; degree 0, or one too large for the cohort, is the complete graph.
 
-    The order on the ring is a hash of session and client: nobody picks a client's neighbours.
+    The order on the ring is a hash of session and client, so a server that follows the protocol does not pick
+    a client's neighbours. One that lies can: it names the session, and clients do not see the ring.
 
     Examples
     --------

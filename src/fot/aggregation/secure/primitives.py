@@ -22,6 +22,7 @@ from fot.aggregation.secure.wire import Refusal
 
 _BLOCK = 1 << 15  # entries expanded at a time: the block and its mask stay in the cache of a core
 _ZEROS = bytes(8 * _BLOCK)
+_ANY = X25519PrivateKey.from_private_bytes(bytes(range(32)))  # no secret: it only tells keys from no keys
 
 
 def private_key(secret: bytes) -> X25519PrivateKey:
@@ -40,6 +41,11 @@ def agree(own: X25519PrivateKey, peer: bytes) -> bytes:
         return own.exchange(X25519PublicKey.from_public_bytes(peer))
     except ValueError as error:
         raise Refusal("a peer's public key is not a key") from error
+
+
+def check_public(key: bytes) -> None:
+    """Refuse a public key that makes any shared secret constant: no client could agree with its sender."""
+    agree(_ANY, key)
 
 
 def derive(secret: bytes, purpose: bytes, session: bytes, *clients: int) -> bytes:

@@ -80,7 +80,10 @@ Outbox = dict[int, bytes]
 def begin(terms: Terms) -> Keys:
     """A new session."""
     if len(terms.cohort) < terms.minimum:
-        raise RoundAborted(f"a cohort of {len(terms.cohort)}, below the minimum {terms.minimum}: enlarge it")
+        raise RoundAborted(
+            f"a cohort of {len(terms.cohort)}, below the minimum {terms.minimum}: raise training.cohort, "
+            "or lower aggregation.minimum"
+        )
     return Keys(terms, {})
 
 
@@ -92,6 +95,8 @@ def receive(state: State, message: bytes) -> State:
         if len(body) != 2 * wire.KEY:
             raise Refusal("malformed: an advertisement is two keys")
         peer = Peer(client, bytes(body[: wire.KEY]), bytes(body[wire.KEY :]))
+        primitives.check_public(peer.seal_key)
+        primitives.check_public(peer.mask_key)
         return replace(state, peers={**state.peers, client: peer})
     if isinstance(state, Shares):
         client, body = wire.read(message, wire.SHARES, state.terms.session)
@@ -172,7 +177,7 @@ def survivors(state: State) -> tuple[Unmasking, Outbox]:
         if alive < state.threshold and (alive or u in received):
             raise RoundAborted(
                 f"client {u} keeps {alive} neighbours of the {state.threshold} it takes to unmask it: "
-                "too many dropped out; allow more neighbours or a lower threshold"
+                f"too many dropped out{_remedy(state.terms)}"
             )
     outbox = {}
     for u in received:
@@ -196,7 +201,7 @@ def finish(state: State) -> tuple[tuple[Words, ...], frozenset[int]]:
         if len(shares[u]) < before.threshold:
             raise RoundAborted(
                 f"{len(shares[u])} of the {before.threshold} shares that unmask client {u} came back: "
-                "too many dropped out; allow more neighbours or a lower threshold"
+                f"too many dropped out{_remedy(before.terms)}"
             )
     combiner = Combiner(before.threshold, (v + 1 for v in state.answers))
     plus: list[bytes] = []
@@ -230,5 +235,13 @@ def _expect(client: int, among: object, already: object) -> None:
 def _enough(clients: int, terms: Terms, did: str) -> None:
     if clients < terms.minimum:
         raise RoundAborted(
-            f"only {clients} clients {did}, below the minimum {terms.minimum}: enlarge the cohort"
+            f"only {clients} clients {did}, below the minimum {terms.minimum}: too many dropped out; "
+            "raise training.cohort"
         )
+
+
+def _remedy(terms: Terms) -> str:
+    """What would have borne more dropouts; more than half of the neighbours are needed in any case."""
+    remedies = ["more aggregation.neighbours"] if terms.degree else []
+    remedies += ["a lower aggregation.threshold"] if terms.threshold > 0.5 else []
+    return f"; allow {' or '.join(remedies)}" if remedies else ""

@@ -84,7 +84,7 @@ class VectorizedEngine(SequentialEngine):
             own = {client: {n: t[row].clone() for n, t in after.items() if n != LOSS}
                    for row, client in enumerate(piece) if keep_local}  # fmt: skip
             update = {name: t.sub_(server.params[name]) if name != LOSS else t for name, t in after.items()}
-            finite = _finite(update)
+            finite = [True] * len(piece) if summation.discreet else _finite(update)
             if not all(finite):
                 kept = torch.tensor(finite, device=self.device)
                 update = {name: stack[kept] for name, stack in update.items()}
