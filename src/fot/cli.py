@@ -55,6 +55,7 @@ def run(
     seed: Annotated[int | None, typer.Option(min=0)] = None,
     engine: EngineName = None,
     device: Device = None,
+    data_dir: DataDir = None,
     out: Out = None,
     sets: Set = None,
     resume: Annotated[
@@ -66,6 +67,7 @@ def run(
     from fot.federation.launch import default_path, settings_of
     from fot.results.table import run_table
 
+    _use_data(data_dir)
     changes = (method, partition, seed, engine, device, out, sets)
     if (recipe is None) == (resume is None) or (resume and any(c is not None for c in changes)):
         raise UserError("give a recipe, or --resume DIR alone: an interrupted run keeps its settings")
@@ -99,6 +101,7 @@ def compare(
     partition: Partition = None,
     engine: EngineName = None,
     device: Device = None,
+    data_dir: DataDir = None,
     out: Out = None,
     sets: Set = None,
 ) -> None:
@@ -108,6 +111,7 @@ def compare(
     from fot.results import RunFolder, write_comparison
     from fot.results.table import comparison_table
 
+    _use_data(data_dir)
     if methods:
         if len(what) > 1:
             raise UserError("compare with --methods takes one recipe; leave --methods out to compare folders")
@@ -286,6 +290,12 @@ def _run(experiment: Any, path: Path, prefix: str) -> dict[str, Any]:
         console.print(f"{title}: already run, read from {path}", highlight=False, soft_wrap=True)
     with display(console, title) as shown:
         return launch(experiment, path, shown)
+
+
+def _use_data(data_dir: Path | None) -> None:
+    """Where data lie is no setting of a run: it goes by the environment, as FOT_DATA does."""
+    if data_dir is not None:
+        os.environ["FOT_DATA"] = str(data_dir)
 
 
 def _numbers(option: str, text: str) -> list[int]:

@@ -223,3 +223,14 @@ def test_what_cannot_be_parsed_or_does_not_fit_is_one_line_too(
     error = capsys.readouterr().err
     assert left.value.code == 2
     assert error.startswith("fot: ") and said in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("setting", ["method.sketch=abc", 'method.protect=["nope"]'])
+def test_a_methods_options_are_held_against_the_model_before_training(setting, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["fot", "run", "digits", "--set", setting])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert left.value.code == 2
+    assert capsys.readouterr().err.startswith(f"fot: {setting.split('=')[0]}: ")
+    assert not (tmp_path / "runs").exists()

@@ -112,6 +112,7 @@ class Run:
                 f"{self.names['benchmark']} has a head for each task and the model has one for all: "
                 "set model.multi_head, or wrap the model's body with fot.models.multi_head"
             )
+        method.check(self.network)
         kind = VectorizedEngine if options.kind == "vectorized" else SequentialEngine
         self.engine: Engine = kind(self.network, method, self.training)
         if ranks.size > 1:
