@@ -1,8 +1,9 @@
-"""The package against the specification: the same draws, two whole tasks, equal to 1e-10 in float64."""
+"""The package against the specification: the same draws, whole runs of tasks, equal to 1e-10 in float64."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import fot_minimal as fm
 import pytest
@@ -49,15 +50,15 @@ class Case:
     batch: int
 
 
-def digits() -> Case:
+def digits(tasks: int) -> Case:
     torch.manual_seed(1)
     model = nn.Sequential(
         nn.Linear(64, 30), nn.ReLU(), nn.Linear(30, 20, bias=False), nn.ReLU(), nn.Linear(20, 10)
     )
-    return Case(build("digits", seed=SEED, partition="shards", tasks=2, clients=7), model, 16)
+    return Case(build("digits", seed=SEED, partition="shards", tasks=tasks, clients=7), model, 16)
 
 
-def pictures() -> Case:
+def pictures(tasks: int) -> Case:
     """A convolutional network with a head a task, on noise with a client that holds nothing."""
     g = torch.Generator().manual_seed(2)
 
@@ -66,7 +67,7 @@ def pictures() -> Case:
         held = (*torch.arange(60).split([13, 27, 20]), torch.empty(0, dtype=torch.int64))
         return Task(index, f"{index}", 3, x[:60], y[:60], x[60:], y[60:], held)
 
-    tasks = [make(0), make(1)]
+    made = [make(index) for index in range(tasks)]
     torch.manual_seed(3)
     body = nn.Sequential(
         nn.Conv2d(2, 4, 3, stride=2, padding=1),
@@ -75,24 +76,48 @@ def pictures() -> Case:
         nn.ReLU(),
         nn.Flatten(),
     )
-    return Case(TaskStream("noise", 4, True, (2, 9, 9), 2, lambda i: tasks[i]), MultiHead(body, 27), 10)
+    return Case(TaskStream("noise", 4, True, (2, 9, 9), tasks, made.__getitem__), MultiHead(body, 27), 10)
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 @pytest.mark.parametrize("rule", ["energy", "authors"])
 @pytest.mark.parametrize("case", [digits, pictures])
 def test_fot(case, rule, engine):
-    compare(case(), "fot", FOT(threshold=0.9, increment=0.02, rule=rule, sketch="2d"), rule, engine)
+    """Three tasks: the second extraction finds bases that hold the first, and grows them."""
+    extractions = compare(case(3), "fot", fot(rule), rule, engine)
+    first, second = (told["layers"] for told in extractions)
+    assert [told["threshold"] for told in extractions] == [0.7, pytest.approx(0.75)]
+    for layer in first:
+        assert 0 < first[layer]["rank"] == second[layer]["rank"] - second[layer]["added"]
+        assert second[layer]["added"] > 0 and 5 < second[layer]["covered"] < 75
+
+
+@pytest.mark.parametrize("case", [digits, pictures])
+def test_fot_on_two_tasks(case):
+    (extraction,) = compare(case(2), "fot", fot("energy"), "energy", "sequential")
+    assert all(layer["added"] == layer["rank"] > 0 for layer in extraction["layers"].values())
 
 
 def test_fedavg():
-    compare(digits(), "fedavg", FedAvg(), "energy", "sequential")
+    assert compare(digits(2), "fedavg", FedAvg(), "energy", "sequential") == []
 
 
-def compare(case: Case, name: str, method: FOT | FedAvg, rule: str, engine: str) -> None:
+def fot(rule: str) -> FOT:
+    return FOT(threshold=0.7, increment=0.05, rule=rule, sketch="2d")
+
+
+def compare(case: Case, name: str, method: FOT | FedAvg, rule: str, engine: str) -> list[dict[str, Any]]:
+    """Run both and hold one to the other; returns what the package told of its extractions."""
+    extractions: list[dict[str, Any]] = []
+
+    def observe(event: str, **told: Any) -> None:
+        extractions.extend([told] if event == "extracted" else [])
+
     training = Training(rounds=4, cohort=3, epochs=2, batch_size=case.batch, lr=0.1, weight_decay=1e-3)
     options = EngineOptions(kind=engine, device="cpu", precision="float64")
-    run = Run(case.stream, case.model, method, training=training, engine=options, seed=SEED)
+    run = Run(
+        case.stream, case.model, method, training=training, engine=options, seed=SEED, observer=observe
+    )  # fmt: skip
     summary = run()
 
     model = Run(case.stream, case.model, method, engine=options, seed=SEED).network  # at the same start
@@ -100,7 +125,7 @@ def compare(case: Case, name: str, method: FOT | FedAvg, rule: str, engine: str)
         model.add_task(task.classes, SEED, task.index)
     settings = fm.Settings(
         rounds=4, cohort=3, epochs=2, batch=case.batch, lr=0.1, weight_decay=1e-3,
-        threshold=0.9, increment=0.02, sampling=2, rule=rule,
+        threshold=0.7, increment=0.05, sampling=2, rule=rule,
     )  # fmt: skip
     tasks = [
         fm.Task(t.train_x.double(), t.train_y, t.test_x.double(), t.test_y, t.clients) for t in case.stream
@@ -121,6 +146,7 @@ def compare(case: Case, name: str, method: FOT | FedAvg, rule: str, engine: str)
         O, P = run.state.server.state[layer][0], result.O[layer]
         assert 0 < O.shape[1] == P.shape[1] < O.shape[0]
         torch.testing.assert_close(projector(O), projector(P), rtol=0, atol=1e-10)
+    return extractions
 
 
 def projector(O: Tensor) -> Tensor:
