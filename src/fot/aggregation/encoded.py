@@ -15,6 +15,7 @@ class EncodedAggregation(Aggregation):
 
     Examples
     --------
+    >>> import torch
     >>> summation = EncodedAggregation(Codec()).open([0, 1], kind="update", path=(0, 0))
     >>> summation.add([0, 1], {"weight": torch.tensor([[0.25, 9.0], [0.5, 0.0]])})
     >>> sums = summation.close()
