@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import pickle  # noqa: TID251 - to write the python version of CIFAR
+import shutil
 import struct
 from pathlib import Path
 
@@ -30,10 +31,12 @@ def pixels(n: int, *shape: int) -> np.ndarray:
     return random.integers(0, 256, (n, *shape), np.uint8)
 
 
-def write_idx_set(folder: Path, n: int = 20, zipped: bool = True) -> tuple[np.ndarray, np.ndarray]:
+def write_idx_set(
+    folder: Path, n: int = 20, zipped: bool = True, side: int = 28
+) -> tuple[np.ndarray, np.ndarray]:
     folder.mkdir(parents=True)
     for split in ("train", "t10k"):
-        x, y = pixels(n, 28, 28), (np.arange(n) % 10).astype(np.uint8)
+        x, y = pixels(n, side, side), (np.arange(n) % 10).astype(np.uint8)
         for stem, array in ((f"{split}-images-idx3-ubyte", x), (f"{split}-labels-idx1-ubyte", y)):
             head = struct.pack(">HBB", 0, 8, array.ndim) + struct.pack(f">{array.ndim}I", *array.shape)
             data = head + array.tobytes()
@@ -119,7 +122,7 @@ def test_notmnist_leaves_unreadable_pictures_out_and_names_them(tmp_path):
     data = load("notmnist", tmp_path)
     assert (len(data.train_y), len(data.test_y)) == (179, 20) and data.class_names == tuple("ABCDEFGHIJ")
     assert np.array_equal(data.train_x[:, 0, 0, 0], 20 * data.train_y)
-    assert "1 pictures cannot be read" in data.notes[0] and "007.png" in data.notes[0]
+    assert "1 picture cannot be read and is left out" in data.notes[0] and "007.png" in data.notes[0]
 
 
 WORDS = [f"n{k:08d}" for k in range(10)]
@@ -206,8 +209,12 @@ def test_the_papers_streams_on_small_files(tmp_path):
     assert corner["mnist"] == round(-0.1 / 0.2752, 4) and corner["notmnist"] == round(-0.4254 / 0.4501, 4)
     assert corner["fashion-mnist"] == round(-0.2190 / 0.3318, 4)
     assert all("where the publisher's are" in t.notes[0] for t in tasks)
-    with pytest.raises(UserError, match="1 to 5"):
+    with pytest.raises(UserError, match=r"benchmark\.tasks: 6 .* from 1 to 5"):
         build("five-datasets", data_dir=tmp_path, tasks=6)
+    shutil.rmtree(tmp_path / "notmnist")
+    build("five-datasets", data_dir=tmp_path, tasks=4)
+    with pytest.raises(UserError, match=r"notmnist is not in .* run `fot data fetch notmnist"):
+        build("five-datasets", data_dir=tmp_path)
 
 
 def test_the_papers_clients():
@@ -227,10 +234,47 @@ def test_a_missing_set_says_what_to_do(tmp_path):
         find("imagenet", tmp_path)
 
 
+def test_miniimagenet_is_found_where_it_lies(tmp_path):
+    (tmp_path / "miniimagenet" / "n01").mkdir(parents=True)
+    assert find("miniimagenet", tmp_path) is None  # folders, but nothing in them
+    write_classes(tmp_path / "miniimagenet", WORDS, 6, "RGB", 10)
+    assert find("miniimagenet", tmp_path)[0] == tmp_path / "miniimagenet"
+
+
+@pytest.mark.parametrize("side", [20, 29])
+def test_pictures_of_another_size_are_refused(tmp_path, side):
+    write_idx_set(tmp_path / "mnist", side=side)
+    words = rf"mnist holds pictures of type uint8 and shape \(1, {side}, {side}\), .* bytes, 1 x 28 x 28"
+    with pytest.raises(UserError, match=words + ".*or run `fot data fetch mnist") as raised:
+        load("mnist", tmp_path)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda x: x[..., 0], r"type uint8 and shape \(1, 84, 84\)"),
+        (lambda x: x / np.float32(255), r"type float32 and shape \(84, 84, 3\)"),
+        (lambda x: x[:, :64, :64], r"type uint8 and shape \(3, 64, 64\)"),
+        (lambda x: x[..., :2], r"neither 1 nor 3 channels"),
+    ],
+)
+def test_arrays_of_another_kind_are_refused(tmp_path, change, words):
+    write_arrays(tmp_path / "miniimagenet", 10, 2, 84)
+    for split in ("train", "test"):
+        path = tmp_path / "miniimagenet" / f"{split}_x.npy"
+        np.save(path, change(np.load(path)))
+    with pytest.raises(UserError, match=words) as raised:
+        load("miniimagenet", tmp_path)
+    assert "fetch" not in str(raised.value) and "\n" not in str(raised.value)
+
+
 def test_a_set_with_a_file_missing_names_the_file(tmp_path):
     write_idx_set(tmp_path / "mnist")
     (tmp_path / "mnist/t10k-labels-idx1-ubyte.gz").unlink()
-    with pytest.raises(UserError, match="t10k-labels-idx1-ubyte is missing"):
+    with pytest.raises(
+        UserError, match="t10k-labels-idx1-ubyte is missing: put it there, or run `fot data fetch mnist"
+    ):
         load("mnist", tmp_path)
 
 

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import hashlib
 import io
 import re
+import socket
 import struct
 import tarfile
+import tempfile
 import threading
+import urllib.error
 import zipfile
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 import pytest
+from benchmarks_damage import damaged
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fot.benchmarks import fetch as fetching
 from fot.benchmarks.datasets import load
@@ -49,6 +57,9 @@ class Server(BaseHTTPRequestHandler):
             return
         if place == "/gone":
             self.send_error(404)
+            return
+        if place.startswith("/busy") and Server.asked[place] < 3:
+            self.send_error(int(place.removeprefix("/busy-")))
             return
         if place == "/wrong":
             content = content[::-1]
@@ -121,7 +132,73 @@ def test_the_file_arrives_whole(server, tmp_path, place, kind):
     file = published(server, place, kind=kind)
     download(file, tmp_path / "f.bin", lambda name, had, total: seen.append((name, had, total)))
     assert (tmp_path / "f.bin").read_bytes() == CONTENT and [p.name for p in tmp_path.iterdir()] == ["f.bin"]
-    assert seen[-1] == ("f.bin", len(CONTENT), len(CONTENT))
+    again = ", attempt 3" if "breaks" in place else ""
+    assert seen[-1] == (f"f.bin{again}", len(CONTENT), len(CONTENT))
+
+
+@pytest.mark.parametrize("code", [408, 429, 500, 503])
+def test_a_busy_server_is_asked_again(server, tmp_path, code):
+    download(published(server, f"busy-{code}"), tmp_path / "f.bin")
+    assert (tmp_path / "f.bin").read_bytes() == CONTENT and Server.asked[f"/busy-{code}"] == 3
+
+
+def test_pauses_double_and_none_follows_the_last_attempt(server, tmp_path, monkeypatch):
+    pauses, shown = [], []
+    monkeypatch.setattr(fetching, "PAUSE", 1.0)
+    monkeypatch.setattr(fetching.time, "sleep", pauses.append)
+    with pytest.raises(UserError, match="broke off"):
+        download(published(server, "never"), tmp_path / "f.bin", lambda name, *_: shown.append(name))
+    assert pauses == [1.0, 2.0, 4.0, 8.0]
+    assert list(dict.fromkeys(shown)) == ["f.bin", *(f"f.bin, attempt {k}" for k in range(2, 6))]
+
+
+def test_a_name_that_is_not_known_is_asked_for_once(tmp_path, monkeypatch):
+    asked = []
+
+    def unknown(request, timeout):
+        asked.append(request.full_url)
+        raise urllib.error.URLError(socket.gaierror(-2, "Name or service not known"))
+
+    monkeypatch.setattr(fetching.urllib.request, "urlopen", unknown)
+    urls = ("http://nowhere.invalid/f.bin", "http://nor-here.invalid/f.bin")
+    with pytest.raises(UserError, match=r"nowhere.*not known.*nor-here.*not known"):
+        download(File(urls, "md5:0", 10), tmp_path / "f.bin")
+    assert asked == list(urls)
+
+
+@pytest.mark.parametrize("at", ["write", "open"])
+def test_a_full_disk_is_said_and_not_tried_again(server, tmp_path, monkeypatch, at):
+    class Full(io.BytesIO):
+        def write(self, _):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def opening(path, mode="r", *rest, **named):
+        if path.suffix == ".part" and mode in ("wb", "ab"):
+            if at == "open":
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return Full()
+        return whole_open(path, mode, *rest, **named)
+
+    whole_open = Path.open
+    monkeypatch.setattr(Path, "open", opening)
+    source = Source((published(server, "whole", "moved"),), (published(server, "whole", name="g.bin"),))
+    monkeypatch.setitem(SOURCES, "mnist", source)
+    with pytest.raises(
+        UserError, match=r"cannot be written \(No space left on device\): choose another --data-dir"
+    ):
+        fetch("mnist", tmp_path)
+    assert sum(Server.asked.values()) == 1
+
+
+def test_a_disk_that_fills_while_unpacking_is_not_the_archives_fault(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "a.zip").write_bytes(zip_of({"a": b"x"}))
+    monkeypatch.setattr(fetching.shutil, "copyfileobj", full)
+    with pytest.raises(OSError, match="No space left"):
+        unpack(tmp_path / "a.zip", tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["a.zip"]
 
 
 def test_what_broke_off_is_taken_up_again(server, tmp_path):
@@ -222,7 +299,87 @@ def test_a_set_is_fetched_checked_and_then_left_alone(server, tmp_path, monkeypa
     fetch("mnist", tmp_path)
     assert sum(Server.asked.values()) == asked
     (tmp_path / "mnist/t10k-labels-idx1-ubyte.gz").write_bytes(files["train-labels-idx1-ubyte.gz"] + b"\0")
-    assert sum("is NOT" in line for line in check("mnist", tmp_path)) == 1
+    different = [line for line in check("mnist", tmp_path) if "is NOT" in line]
+    assert len(different) == 1 and different[0].endswith(
+        "t10k-labels-idx1-ubyte.gz is NOT the published file, by sha256; its content reads well"
+    )
+    fetch("mnist", tmp_path)  # packed by another, and good: it stays
+    assert sum(Server.asked.values()) == asked
+
+
+@pytest.mark.parametrize("damage", [b"", b"rubbish", None])
+def test_a_damaged_file_is_fetched_again(server, tmp_path, monkeypatch, damage):
+    """A repacked one beside it is replaced by the published one, and kept."""
+    files = idx_files()
+    SERVED.update({f"/whole/{name}": content for name, content in files.items()})
+    source = Source(tuple(published(server, "whole", content=c, name=n) for n, c in files.items()))
+    monkeypatch.setitem(SOURCES, "mnist", source)
+    fetch("mnist", tmp_path)
+    Server.asked.clear()
+    first, second, *_ = (tmp_path / "mnist" / name for name in files)
+    first.write_bytes(first.read_bytes()[:-9] if damage is None else damage)
+    repacked = gzip.compress(gzip.decompress(second.read_bytes()), 1, mtime=7)
+    second.write_bytes(repacked)
+    with pytest.raises(
+        UserError, match=rf"{first.name} cannot be read .* or run `fot data fetch mnist --data-dir"
+    ):
+        load("mnist", tmp_path)
+    fetch("mnist", tmp_path)
+    assert Server.asked["/whole"] == 2 and len(load("mnist", tmp_path).train_y) == 10
+    assert second.with_name(second.name + ".old").read_bytes() == repacked
+    assert all(not file.name.endswith(".part") for file in (tmp_path / "mnist").iterdir())
+
+
+@pytest.mark.parametrize("keep_archive", [True, False])
+def test_a_damaged_folder_is_unpacked_again(server, tmp_path, monkeypatch, keep_archive):
+    SERVED["/whole/c.tar.gz"] = archive = tar_of(CIFAR)
+    monkeypatch.setitem(
+        SOURCES, "cifar10", Source((published(server, "whole", content=archive, name="c.tar.gz"),))
+    )
+    folder = fetch("cifar10", tmp_path)
+    if not keep_archive:
+        (tmp_path / "cifar10/c.tar.gz").unlink()
+    (folder / "data_batch_3.bin").write_bytes(BATCH[:-1])
+    fetch("cifar10", tmp_path)
+    assert len(load("cifar10", tmp_path).train_y) == 50
+    assert Server.asked["/whole"] == (1 if keep_archive else 2)
+
+
+def test_a_damaged_copy_that_comes_first_is_named(server, tmp_path, monkeypatch):
+    SERVED["/whole/c.tar.gz"] = archive = tar_of(CIFAR)
+    monkeypatch.setitem(
+        SOURCES, "cifar10", Source((published(server, "whole", content=archive, name="c.tar.gz"),))
+    )
+    (tmp_path / "cifar-10-batches-bin").mkdir()
+    (tmp_path / "cifar-10-batches-bin/data_batch_1.bin").write_bytes(b"")
+    with pytest.raises(
+        UserError, match=r"data_batch_1\.bin cannot be read .* remove .*/cifar-10-batches-bin$"
+    ):
+        fetch("cifar10", tmp_path)
+
+
+def test_both_forms_are_named_where_neither_comes(server, tmp_path, monkeypatch):
+    source = Source(
+        (published(server, "gone", name="first.tar.gz"),), (published(server, "wrong", name="other.zip"),)
+    )
+    monkeypatch.setitem(SOURCES, "cifar10", source)
+    with pytest.raises(
+        UserError, match=r"first\.tar\.gz cannot .*404.* other\.zip cannot .*not the published"
+    ):
+        fetch("cifar10", tmp_path)
+
+
+def test_check_says_where_only_an_md5_is_known(tmp_path, monkeypatch):
+    archive = tar_of(CIFAR)
+    file = published("http://127.0.0.1:1", "", content=archive, name="c.tar.gz", kind="md5")
+    monkeypatch.setitem(SOURCES, "cifar10", Source((file,)))
+    (tmp_path / "cifar10").mkdir()
+    (tmp_path / "cifar10" / "c.tar.gz").write_bytes(archive)
+    fetch("cifar10", tmp_path)
+    assert (
+        "  c.tar.gz is the published file, by md5, the only digest known: no guard against a forger"
+        in check("cifar10", tmp_path)
+    )
 
 
 def test_a_set_that_came_in_part_is_completed(server, tmp_path, monkeypatch):
@@ -327,6 +484,43 @@ def test_malicious_and_broken_archives_write_nothing(tmp_path, name, content, wo
     assert "\n" not in str(raised.value)
     assert [p for p in tmp_path.rglob("*") if p.is_file()] == [folder / name]
     assert list(folder.iterdir()) == [folder / name]
+
+
+def test_a_zip_whose_member_has_no_name(tmp_path):
+    content = bytearray(zip_of({"x": b"1"}))
+    entry = content.index(b"PK\1\2")  # the central directory: the name's length, and the name after 46 bytes
+    content[entry + 28] = 0
+    content[entry + 30] = 1  # what was the name is now an extra field
+    (tmp_path / "a.zip").write_bytes(content)
+    with pytest.raises(UserError, match=r"a\.zip cannot be read") as raised:
+        unpack(tmp_path / "a.zip", tmp_path)
+    assert "\n" not in str(raised.value) and [p.name for p in tmp_path.iterdir()] == ["a.zip"]
+
+
+MEMBERS = {"set/a.bin": b"abc" * 20, "set/b.bin": bytes(range(50))}
+PLAIN_TAR = gzip.decompress(tar_of(MEMBERS))
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    case=st.one_of(
+        st.tuples(st.just("a.zip"), damaged(zip_of(MEMBERS))),
+        st.tuples(st.just("a.tar.gz"), damaged(gzip.compress(PLAIN_TAR, mtime=0))),
+        st.tuples(st.just("a.tar.gz"), damaged(PLAIN_TAR).map(lambda inner: gzip.compress(inner, mtime=0))),
+    )
+)
+def test_fuzz_archives(case):
+    name, content = case
+    with tempfile.TemporaryDirectory() as outside:
+        folder = Path(outside, "data")
+        folder.mkdir()
+        (folder / name).write_bytes(content)
+        try:
+            unpack(folder / name, folder)
+        except UserError as error:
+            assert "\n" not in str(error) and name in str(error)
+            assert [p.name for p in folder.iterdir()] == [name]
+        assert [p.name for p in Path(outside).iterdir()] == ["data"]
 
 
 def test_an_archive_that_would_fill_the_disk(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import struct
 import tempfile
 import zlib
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from benchmarks_damage import damaged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -207,22 +209,6 @@ def test_classes_are_sorted_and_hidden_files_left_out(tmp_path):
     }
 
 
-def damaged(whole: bytes):
-    """The file with a few bytes changed, cut short, or something else altogether."""
-    change = st.tuples(st.integers(0, len(whole) - 1), st.integers(0, 255))
-
-    def apply(changes, end):
-        data = bytearray(whole)
-        for place, value in changes:
-            data[place] = value
-        return bytes(data[:end])
-
-    return st.one_of(
-        st.builds(apply, st.lists(change, min_size=1, max_size=6), st.integers(0, len(whole))),
-        st.binary(max_size=300),
-    )
-
-
 def either_reads_or_says_why(reader, content: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "file")
@@ -234,7 +220,11 @@ def either_reads_or_says_why(reader, content: bytes) -> None:
 
 
 @FUZZ
-@given(content=damaged(idx(SMALL)) | damaged(gzip.compress(idx(SMALL), mtime=0)))
+@given(
+    content=damaged(idx(SMALL))
+    | damaged(gzip.compress(idx(SMALL), mtime=0))
+    | damaged(idx(SMALL)).map(lambda inner: gzip.compress(inner, mtime=0))
+)
 def test_fuzz_idx(content):
     either_reads_or_says_why(read_idx, content)
 
@@ -242,7 +232,70 @@ def test_fuzz_idx(content):
 MAT = {"X": np.arange(24, dtype=np.uint8).reshape(2, 3, 4), "y": np.array([[1.0], [2.0]])}
 
 
+def packed_in_mat(inner: bytes) -> bytes:
+    """A MATLAB file of one compressed element."""
+    packed = zlib.compress(inner)
+    return mat({}) + struct.pack("<II", 15, len(packed)) + packed
+
+
 @FUZZ
-@given(content=damaged(mat(MAT)) | damaged(mat(MAT, compress=True)))
+@given(
+    content=damaged(mat(MAT))
+    | damaged(mat(MAT, compress=True))
+    | damaged(mat({"X": MAT["X"]})[128:]).map(packed_in_mat)
+)
 def test_fuzz_mat(content):
     either_reads_or_says_why(read_mat, content)
+
+
+@pytest.mark.parametrize("inner", [b"", b"1234567"])
+def test_a_compressed_element_too_short_to_be_one(tmp_path, inner):
+    (tmp_path / "a.mat").write_bytes(packed_in_mat(inner))
+    with pytest.raises(UserError, match=r"a\.mat cannot be read \(its compressed data hold no element\)"):
+        read_mat(tmp_path / "a.mat")
+
+
+def npy(array: np.ndarray) -> bytes:
+    out = io.BytesIO()
+    np.save(out, array)
+    return out.getvalue()
+
+
+def test_an_npy_whose_header_does_not_end(tmp_path):
+    header = b"{'descr': '|u1', 'fortran_order': False, 'shape': (9,), ".ljust(117) + b"\n"
+    (tmp_path / "x.npy").write_bytes(
+        b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + b"\0" * 9
+    )
+    with pytest.raises(UserError, match=r"x\.npy cannot be read") as raised:
+        read_npy(tmp_path / "x.npy")
+    assert "\n" not in str(raised.value)
+
+
+@FUZZ
+@given(content=damaged(npy(SMALL)) | damaged(npy(SMALL)[:128]))  # the header alone: most changes meet it
+def test_fuzz_npy(content):
+    either_reads_or_says_why(read_npy, content)
+
+
+@FUZZ
+@given(content=damaged(bytes(2 * 3073)))
+def test_fuzz_cifar_binary(content):
+    either_reads_or_says_why(lambda path: read_cifar_binary(path, 1), content)
+
+
+def picture(kind: str) -> bytes:
+    out = io.BytesIO()
+    Image.fromarray(np.arange(12 * 12 * 3, dtype=np.uint8).reshape(12, 12, 3)).save(out, kind)
+    return out.getvalue()
+
+
+@FUZZ
+@given(content=st.one_of(*(damaged(picture(kind)) for kind in ("PNG", "JPEG", "GIF", "BMP", "TIFF"))))
+@pytest.mark.filterwarnings("ignore")  # Pillow warns of what it passes over
+def test_fuzz_pictures(content):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "file.png")
+        path.write_bytes(content)
+        x, good, failures = read_pictures([path], (8, 8), 3)
+    assert x.shape == (len(good), 3, 8, 8) and x.dtype == np.uint8
+    assert len(good) + len(failures) == 1 and all("file.png" in f and "\n" not in f for f in failures)

@@ -53,6 +53,43 @@ def test_tensors(tmp_path):
     assert len(data.test_y) == 2 and np.array_equal(data.train_y, y.numpy()[rows])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_tensors_of_any_precision(dtype):
+    x = torch.arange(40.0).view(10, 4)  # exact in every one of them
+    data = from_tensors("mine", (x.to(dtype).requires_grad_(), torch.arange(10) % 2))
+    assert data.train_x.dtype == np.float32
+    assert sorted(np.concatenate([data.train_x, data.test_x])[:, 0].tolist()) == list(range(0, 40, 4))
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (
+            {"train": (torch.zeros(9, 4), torch.arange(10))},
+            r"inputs of shape \(9, 4\) and labels of shape \(10,\)",
+        ),
+        ({"train": (torch.zeros(10), torch.arange(10))}, r"inputs of shape \(10,\)"),
+        ({"train": (torch.zeros(10, 4), torch.zeros(10, 1).long())}, r"labels of shape \(10, 1\)"),
+        ({"train": (torch.zeros(0, 4), torch.zeros(0).long())}, r"inputs of shape \(0, 4\)"),
+        ({"train": (torch.zeros(10, 4), torch.arange(10) / 2)}, "one whole number a sample"),
+        (
+            {"train": (torch.zeros(10, 4), torch.arange(10) % 2 - 1)},
+            "a label is -1; number the classes from 0",
+        ),
+        ({"train": (torch.zeros(10, 4).to(torch.complex64), torch.arange(10) % 2)}, "give numbers"),
+        ({"test": (torch.zeros(3, 4), torch.arange(2))}, r"inputs of shape \(3, 4\)"),
+        ({"test_share": 1.0}, "between 0 and 1"),
+        ({"owners": torch.arange(9)}, "9 owners for 10 training samples"),
+        ({"owners": torch.arange(10) / 2}, "owners of type float32"),
+    ],
+)
+def test_tensors_that_do_not_add_up(change, words):
+    good = {"train": (torch.zeros(10, 4), torch.arange(10) % 2)}
+    from_tensors("mine", **good)
+    with pytest.raises(UserError, match=words):
+        from_tensors("mine", **(good | change))
+
+
 def test_labels_are_numbered_by_their_sorted_order():
     parts = arrays() | {"train_y": np.repeat([7, 3, 40], 4), "test_y": np.array([40, 3, 7, 7, 3, 40])}
     data = from_arrays("mine", parts)
@@ -121,12 +158,41 @@ def test_a_folder_that_is_split_already(tmp_path):
 def test_folders_without_use(tmp_path):
     with pytest.raises(UserError, match="0 folders with pictures"):
         read(tmp_path)
-    with pytest.raises(UserError, match="neither a folder"):
+    with pytest.raises(UserError, match="does not exist"):
         read(tmp_path / "nothing")
+    (tmp_path / "text.txt").touch()
+    with pytest.raises(UserError, match="neither a folder"):
+        read(tmp_path / "text.txt")
+    for size in (-1, 4097):
+        with pytest.raises(UserError, match=f"size = {size}: give 1 to 4096"):
+            read(tmp_path, size=size)
     folder_of_classes(tmp_path / "pets", each=1)
     (tmp_path / "pets/dog/0.png").write_bytes(b"woof")
     with pytest.raises(UserError, match="not one picture of the class 'dog'"):
         read(tmp_path / "pets")
+
+
+def test_up_to_twenty_unreadable_pictures_are_named(tmp_path):
+    folder_of_classes(tmp_path / "pets")
+    for n, said in ((1, "1 picture cannot be read and is"), (2, "2 pictures cannot be read and are")):
+        (tmp_path / f"pets/dog/bad{n:02d}.png").write_bytes(b"woof")
+        assert read(tmp_path / "pets").notes[0].startswith(f"{said} left out: ")
+    for n in range(3, 24):
+        (tmp_path / f"pets/dog/bad{n:02d}.png").write_bytes(b"woof")
+    (note,) = read(tmp_path / "pets").notes
+    assert note.startswith("23 pictures") and note.count(".png") == 20
+    assert "bad01.png" in note and "bad20.png" in note and "bad21.png" not in note
+    assert note.endswith("; and 3 more")
+
+
+def test_a_damaged_file_of_ones_own_cannot_be_fetched(tmp_path):
+    (tmp_path / "mine.npz").write_bytes(b"no")
+    with pytest.raises(UserError, match=r"mine\.npz cannot be read .*: replace it$"):
+        read(tmp_path / "mine.npz")
+    (tmp_path / "mine").mkdir()
+    np.save(tmp_path / "mine/train_x.npy", np.zeros((2, 2)))
+    with pytest.raises(UserError, match=r"train_y\.npy is missing: put it there$"):
+        read(tmp_path / "mine")
 
 
 TABLE = "a,b,kind,who\n" + "".join(f"{n},{5},{'xy'[n % 2]},w{n % 3}\n" for n in range(20))
@@ -159,9 +225,15 @@ def test_a_table_that_says_its_split(tmp_path):
         ("label\n1\n", "no columns of numbers"),
         ("a,label\n1,x\nred,y\n", "line 3: a = 'red' is not a number"),
         ("a,label\n1,x\ninf,y\n", "not a finite number"),
-        ("a,label\n1,x\n2\n", "cannot|class|rows"),
-        ("a,label\n1,x,3\n", "too many columns"),
-        ("a,label,split\n1,x,maybe\n", "may hold train and test"),
+        ("a,label\n1,x\n2\n", r"t\.csv, line 3: label is empty; fill it in, or remove the row$"),
+        ("a,label\n1,x\n\n2, \n", r"t\.csv, line 4: label is empty"),
+        ("a,label\n1,x,3\n", r"line 2: too many columns; the header has 2$"),
+        ("a,label\n1,x\n2,y,3\n", r"line 3: too many columns"),
+        ("a,label,a\n1,x,3\n", r"t\.csv has two columns 'a': rename or remove one$"),
+        ("a,label\n1,x\n,y\n", "line 3: a = '' is not a number"),
+        ("a,label\n" + "1e308,x\n-1e308,y\n" * 9, "t.csv: a has values too large for a mean and deviation"),
+        ("a,label,split\n1,x,maybe\n", "line 2: split = 'maybe'; it may hold train and test"),
+        ("a,label,split\n1,x,train\n1,x\n", "line 3: split = None; it may hold train and test"),
         ("a,label\n1,x\n", "0 to test on"),
         ('a,label\n1,"x\n', "cannot be read"),
     ],
@@ -170,6 +242,12 @@ def test_tables_without_use(tmp_path, text, words):
     (tmp_path / "t.csv").write_text(text)
     with pytest.raises(UserError, match=words):
         read(tmp_path / "t.csv")
+
+
+def test_a_table_without_an_owner_in_a_row(tmp_path):
+    (tmp_path / "t.csv").write_text(TABLE + "20,5,x,\n")
+    with pytest.raises(UserError, match=r"line 22: who is empty"):
+        read(tmp_path / "t.csv", label="kind", owner="who")
 
 
 def test_streams_of_own_data(tmp_path):
@@ -192,6 +270,13 @@ def test_streams_of_own_data(tmp_path):
             build("own-split", **mistake)
     with pytest.raises(UserError, match="at least one"):
         build("own-sequence")
+    gone = str(tmp_path / "gone.npz")
+    with pytest.raises(UserError, match=r"benchmark\.paths: .*gone\.npz does not exist"):
+        build("own-sequence", paths=[str(tmp_path / "mine.npz"), gone])
+    with pytest.raises(UserError, match=r"gone\.npz does not exist"):
+        build("own-split", path=gone)
+    with pytest.raises(UserError, match=r"benchmark\.size: 5000 is out of range; .* from 0 to 4096"):
+        build("own-split", path=str(tmp_path / "pets"), size=5000)
 
 
 def whole_npz() -> bytes:

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fot.benchmarks.partition import Partition, _log_gamma, stratified
+from fot.benchmarks.partition import Partition, _cut, _log_gamma, _pairs, stratified
 from fot.errors import UserError
-from fot.randomness import permutation
+from fot.randomness import key, permutation
 
 
 def all_dealt(held: tuple[torch.Tensor, ...]) -> list[int]:
@@ -53,6 +53,63 @@ def test_sizes_of_five_datasets():
     deal = Partition("iid", 150)
     sizes = [len(deal(torch.arange(n) % 10, t)[0]) for t, n in enumerate([50000, 60000, 73257, 60000, 16851])]
     assert sizes == [333, 400, 488, 400, 112]
+
+
+def test_two_equal_shards_leave_more_over_than_one_part():
+    """CIFAR-10 over 150 clients: 333 samples each, but 300 shards of 166."""
+    labels = torch.arange(50000) % 10
+    assert {len(part) for part in Partition("shards", 150)(labels, 0)} == {332}
+
+
+def can_be_paired(classes: tuple[frozenset[int], ...]) -> bool:
+    """Whether some pairing gives no pair a third class, by trying them all."""
+    if not classes:
+        return True
+    first, rest = classes[0], classes[1:]
+    return any(
+        len(first | other) <= 2 and can_be_paired(rest[:k] + rest[k + 1 :]) for k, other in enumerate(rest)
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 12), min_size=2, max_size=7),
+    clients=st.integers(1, 5),
+    imbalance=st.sampled_from([0.0, 0.0, 1.0]),
+    seed=st.integers(0, 2**30),
+)
+def test_no_third_class_wherever_the_shards_allow_it(sizes, clients, imbalance, seed):
+    labels = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    if len(labels) < 2 * clients:
+        return
+    deal = Partition("shards", clients, imbalance=imbalance, seed=seed)
+    of = key(seed, "partition", 0)
+    shards = _cut(deal._dealt(labels, 2), deal._weights(of, 2 * clients))  # labels are sorted as they are
+    possible = can_be_paired(tuple(frozenset(shard.tolist()) for shard in shards))
+    assert possible == all(labels[held].unique().numel() <= 2 for held in deal(labels, 0))
+
+
+@pytest.mark.parametrize(
+    "classes, third",
+    [
+        ([{0, 1}, {1, 2}, {1}, {2}], 0),  # the first may take the only shard of the second's
+        ([{0, 1}, {1, 2}, {2, 3}, {1}, {2}, set()], 0),
+        ([{0}, {0, 1, 2}, {2}, {2}], 1),
+        ([{0, 1}, {2, 3}, {4}, {5}], 2),
+        ([{0, 1}, {4}, {0}, {5}], 0),
+    ],
+)
+def test_pairs_by_label_serve_as_many_as_can_be(classes, third):
+    for seed in range(20):
+        pairs = _pairs(classes, permutation(seed, len(classes)).tolist(), by_label=True)
+        assert sorted(j for pair in pairs for j in pair) == list(range(len(classes)))
+        assert sum(len(classes[i] | classes[j]) > 2 for i, j in pairs) == third
+
+
+def test_shards_of_one_class_are_paired_at_random():
+    for by_label in (False, True):
+        pairs = _pairs([{c} for c in range(10)] * 20, permutation(0, 200).tolist(), by_label)
+        assert 2 <= sum(i % 10 == j % 10 for i, j in pairs) <= 20  # 10 are expected
 
 
 @pytest.mark.parametrize("clients, samples", [(125, 60000), (20, 1438), (150, 50000), (150, 16853)])
@@ -161,6 +218,11 @@ def test_stratified_takes_the_share_of_every_class():
     train, test = stratified(labels, 0.1, of=3)
     assert labels[test].bincount().tolist() == [5, 2, 1]
     assert sorted(train.tolist() + test.tolist()) == list(range(80))
+    train, test = stratified(labels * 1000 - 500, 0.1, of=3)  # any numbers will do for names
+    assert labels[test].bincount().tolist() == [5, 2, 1] and len(train) == 72
+    for share in (0.0, 1.0, -0.1, float("nan")):
+        with pytest.raises(UserError, match="between 0 and 1"):
+            stratified(labels, share, of=3)
 
 
 @pytest.mark.parametrize(

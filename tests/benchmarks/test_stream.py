@@ -9,6 +9,7 @@ from fot.benchmarks.dataset import Dataset
 from fot.benchmarks.datasets import digits
 from fot.benchmarks.stream import class_split, permuted, sequence
 from fot.errors import UserError
+from fot.options import convert
 
 
 def numbered(classes: int = 6, each: int = 5, d: int = 3) -> Dataset:
@@ -53,6 +54,15 @@ def test_digits_split_is_multi_head():
     for task in tasks:
         assert task.train_y.dtype == torch.int64 and task.train_y.unique().tolist() == [0, 1]
         assert task.train_x.dtype == torch.float32 and len(task.clients) == 4
+
+
+def test_a_third_class_that_cannot_be_helped_is_told():
+    stream = class_split(numbered(), torch.from_numpy, Partition("shards", clients=1), 1, 6, "demo")
+    assert stream[0].notes == ("1 of 1 clients hold more than two classes: the shards allow no other",)
+    assert (
+        class_split(numbered(), torch.from_numpy, Partition("shards", clients=3), 1, 6, "demo")[0].notes == ()
+    )
+    assert class_split(numbered(), torch.from_numpy, Partition(clients=1), 1, 6, "demo")[0].notes == ()
 
 
 def test_class_split_relabels_and_keeps_pairs():
@@ -113,9 +123,10 @@ def test_seeds_change_the_permutations():
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"tasks": 0}, "at least 1 task"),
-        ({"tasks": 2.5}, "not of type int"),
-        ({"tasks": True}, "not of type int"),
+        ({"tasks": 0}, r"^benchmark\.tasks: 0 is out of range; allowed: a whole number at least 1$"),
+        ({"clients": 0}, r"^benchmark\.clients: 0 is out of range; allowed: a whole number at least 1$"),
+        ({"tasks": 2.5}, r"^benchmark\.tasks: 2\.5 is not allowed; allowed: a whole number"),
+        ({"tasks": True}, r"^benchmark\.tasks: True is not allowed; allowed: a whole number"),
         ({"colour": 1}, "no option 'colour'"),
         ({"partition": "striped"}, "no partition"),
         ({"clients": 10**6}, "too few"),
@@ -134,9 +145,13 @@ def test_unknown_benchmark_and_too_many_classes():
 
 
 def test_options_can_be_read_by_a_checker():
-    options = BENCHMARKS["digits"].options
-    assert options["tasks"].type is int and options["tasks"].default == 5
-    assert options["clients"].default == 10 and options["task_share"].type is float
+    options = {
+        name: (convert(option.default, option.type, name))
+        for name, option in BENCHMARKS["digits"].options.items()
+    }
+    assert options == {"tasks": 5, "clients": 10, "alpha": 0.5, "task_share": 1.0, "imbalance": 0.0}
+    with pytest.raises(UserError, match="from 0 to 1"):
+        convert(1.5, BENCHMARKS["digits"].options["task_share"].type, "share")
 
 
 def test_whole_numbers_are_accepted_for_shares():

@@ -3,8 +3,11 @@
 >>> stream = build("digits", seed=0, partition="shards", clients=5, tasks=2)
 >>> [task.classes for task in stream]
 [10, 10]
->>> BENCHMARKS["digits-split"].options["tasks"]
-Option(type=<class 'int'>, default=5)
+>>> BENCHMARKS["digits-split"].options["tasks"].default
+5
+>>> build("digits", tasks=0)
+Traceback (most recent call last):
+fot.errors.UserError: benchmark.tasks: 0 is out of range; allowed: a whole number at least 1
 """
 
 from __future__ import annotations
@@ -14,22 +17,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, get_origin, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 from fot.benchmarks.dataset import Dataset
-from fot.benchmarks.datasets import digits, load
-from fot.benchmarks.own import read
+from fot.benchmarks.datasets import digits, load, located
+from fot.benchmarks.own import LARGEST_SIDE, read
 from fot.benchmarks.partition import KINDS, Partition
 from fot.benchmarks.stream import Stream, TaskStream, class_split, permuted, sequence
 from fot.benchmarks.transforms import CropAndFlip, Pictures, Prepare, standardise
 from fot.errors import UserError
+from fot.options import Between, convert
 
 
 @dataclass(frozen=True)
 class Option:
-    """An option of a benchmark: its type and its default."""
+    """An option of a benchmark: its type, with its range where it has one, and its default."""
 
-    type: type
+    type: Any
     default: Any
 
 
@@ -49,20 +53,20 @@ class Benchmark:
     @property
     def options(self) -> dict[str, Option]:
         """Every option `build` takes for this benchmark, by name."""
-        hints = get_type_hints(self.make)
+        hints = get_type_hints(self.make, include_extras=True)
         own = {
             name: Option(hints[name], parameter.default)
             for name, parameter in inspect.signature(self.make).parameters.items()
             if parameter.kind is inspect.Parameter.KEYWORD_ONLY
         }
-        return own | {
-            "clients": Option(int, self.clients),
-            "alpha": Option(float, 0.5),
-            "task_share": Option(float, 1.0),
-            "imbalance": Option(float, 0.0),
-        }
+        return own | _SHARED | {"clients": Option(_SHARED["clients"].type, self.clients)}
 
 
+_SHARED = {
+    name: Option(hint, getattr(Partition, name))
+    for name, hint in get_type_hints(Partition, include_extras=True).items()
+    if name not in ("kind", "seed")
+}
 BENCHMARKS: dict[str, Benchmark] = {}
 
 
@@ -104,21 +108,17 @@ def build(
     for option, value in options.items():
         if option not in known:
             raise UserError(f"{name} has no option {option!r}; it has {', '.join(known)}")
-        kind = known[option].type
-        if kind is float and type(value) is int:
-            options[option] = float(value)
-        elif type(value) is not (get_origin(kind) or kind):
-            raise UserError(f"{name}: {option} = {value!r} is not of type {getattr(kind, '__name__', kind)}")
-    shared = {"clients": benchmark.clients} | {
-        option: options.pop(option)
-        for option in ("clients", "alpha", "task_share", "imbalance")
-        if option in options
-    }
-    deal = Partition(partition, seed=seed, **shared)
+        options[option] = convert(value, known[option].type, f"benchmark.{option}")
+    shared = {name: options.pop(name) for name in _SHARED if name in options}
+    deal = Partition(partition, seed=seed, **({"clients": benchmark.clients} | shared))
     return benchmark.make(deal, None if data_dir is None else Path(data_dir), **options)
 
 
 Make = Callable[..., TaskStream]
+Tasks = Annotated[int, Between(1)]
+ClassesPerTask = Annotated[int, Between(2)]
+Size = Annotated[int, Between(0, LARGEST_SIDE)]
+TestShare = Annotated[float, Between(0, 1)]
 
 
 def _add(name: str, about: str, clients: int, *data: str) -> Callable[[Make], Make]:
@@ -134,13 +134,13 @@ _DIGITS = Pictures((0.3054,), (0.3762,), largest=16.0)
 
 
 @_add("digits", "permuted handwritten digits of scikit-learn, one head; needs no download", 10)
-def _digits(deal: Partition, data_dir: Path | None, *, tasks: int = 5) -> TaskStream:
+def _digits(deal: Partition, data_dir: Path | None, *, tasks: Tasks = 5) -> TaskStream:
     return permuted(digits(), _DIGITS, deal, tasks, "digits")
 
 
 @_add("digits-split", "handwritten digits of scikit-learn, two classes a task; needs no download", 10)
 def _digits_split(
-    deal: Partition, data_dir: Path | None, *, tasks: int = 5, random_classes: bool = False
+    deal: Partition, data_dir: Path | None, *, tasks: Tasks = 5, random_classes: bool = False
 ) -> TaskStream:
     return class_split(digits(), _DIGITS, deal, tasks, 2, "digits-split", random_classes)
 
@@ -162,7 +162,7 @@ _MINI = Pictures((0.47313006, 0.44905752, 0.40378186), (0.27292014, 0.26559181, 
 
 
 @_add("pmnist", "permuted MNIST, one head", 125, "mnist")
-def _pmnist(deal: Partition, data_dir: Path | None, *, tasks: int = 10) -> TaskStream:
+def _pmnist(deal: Partition, data_dir: Path | None, *, tasks: Tasks = 10) -> TaskStream:
     return permuted(load("mnist", data_dir), _MNIST, deal, tasks, "pmnist")
 
 
@@ -171,8 +171,8 @@ def _cifar100(
     deal: Partition,
     data_dir: Path | None,
     *,
-    tasks: int = 10,
-    classes_per_task: int = 10,
+    tasks: Tasks = 10,
+    classes_per_task: ClassesPerTask = 10,
     random_classes: bool = False,
 ) -> TaskStream:
     data = load("cifar100", data_dir)
@@ -180,14 +180,17 @@ def _cifar100(
 
 
 @_add("five-datasets", "CIFAR-10, MNIST, SVHN, Fashion-MNIST, notMNIST in turn", 150, *_FIVE)
-def _five_datasets(deal: Partition, data_dir: Path | None, *, tasks: int = 5) -> TaskStream:
-    if not 1 <= tasks <= len(_FIVE):
-        raise UserError(f"tasks = {tasks}: five-datasets has 1 to {len(_FIVE)}")
+def _five_datasets(
+    deal: Partition, data_dir: Path | None, *, tasks: Annotated[int, Between(1, 5)] = 5
+) -> TaskStream:
+    names = list(_FIVE)[:tasks]
+    for name in names:
+        located(name, data_dir)  # a missing set shows now, and not after hours when its turn comes
 
     def read_one(name: str) -> tuple[Dataset, Prepare]:
         return load(name, data_dir), _FIVE[name]
 
-    return sequence([partial(read_one, name) for name in list(_FIVE)[:tasks]], deal, "five-datasets")
+    return sequence([partial(read_one, name) for name in names], deal, "five-datasets")
 
 
 def _mini(name: str, data: str) -> Make:
@@ -195,8 +198,8 @@ def _mini(name: str, data: str) -> Make:
         deal: Partition,
         data_dir: Path | None,
         *,
-        tasks: int = 20,
-        classes_per_task: int = 5,
+        tasks: Tasks = 20,
+        classes_per_task: ClassesPerTask = 5,
         random_classes: bool = False,
         augment: bool = True,
     ) -> TaskStream:
@@ -224,11 +227,11 @@ def _own_permuted(
     data_dir: Path | None,
     *,
     path: str = "",
-    tasks: int = 5,
+    tasks: Tasks = 5,
     label: str = "label",
     owner: str = "",
-    size: int = 0,
-    test_share: float = 0.2,
+    size: Size = 0,
+    test_share: TestShare = 0.2,
 ) -> TaskStream:
     data = _own(path, label, owner, size, test_share)
     return permuted(data, standardise(data.train_x), deal, tasks, data.name)
@@ -240,13 +243,13 @@ def _own_split(
     data_dir: Path | None,
     *,
     path: str = "",
-    tasks: int = 0,
-    classes_per_task: int = 2,
+    tasks: Annotated[int, Between(0)] = 0,
+    classes_per_task: ClassesPerTask = 2,
     random_classes: bool = False,
     label: str = "label",
     owner: str = "",
-    size: int = 0,
-    test_share: float = 0.2,
+    size: Size = 0,
+    test_share: TestShare = 0.2,
 ) -> TaskStream:
     """With tasks = 0, as many as there are classes for."""
     data = _own(path, label, owner, size, test_share)
@@ -260,12 +263,16 @@ def _own_sequence(
     deal: Partition,
     data_dir: Path | None,
     *,
-    paths: list[str] = [],  # noqa: B006 - never changed
+    paths: tuple[str, ...] = (),
     label: str = "label",
     owner: str = "",
-    size: int = 0,
-    test_share: float = 0.2,
+    size: Size = 0,
+    test_share: TestShare = 0.2,
 ) -> TaskStream:
+    for path in paths:
+        if not Path(path).exists():
+            raise UserError(f"benchmark.paths: {path} does not exist; give folders, or .npz or .csv files")
+
     def read_one(path: str) -> tuple[Dataset, Prepare]:
         data = _own(path, label, owner, size, test_share)
         return data, standardise(data.train_x)
@@ -274,6 +281,6 @@ def _own_sequence(
 
 
 def _own(path: str, label: str, owner: str, size: int, test_share: float) -> Dataset:
-    if not path or not isinstance(path, str):
+    if not path:
         raise UserError("data of your own need a path: set benchmark.path to a folder, .npz or .csv")
     return read(path, label=label, owner=owner, size=size, test_share=test_share)

@@ -16,6 +16,7 @@ from fot.benchmarks.formats import list_classes, read_cifar_binary, read_idx, re
 from fot.benchmarks.own import from_arrays, read_classes
 from fot.benchmarks.partition import stratified
 from fot.benchmarks.pickled import read_pickled_cifar
+from fot.benchmarks.sources import SOURCES
 from fot.errors import UserError
 from fot.randomness import key
 
@@ -25,15 +26,17 @@ class Known:
     """A data set known by name.
 
     `markers` are the files that show it is there, relative to the data folder, each with the reader of
-    its layout; the reader is given the marker's folder. `layout` tells a person what to put where.
+    its layout; the reader is given the marker's folder, or what comes before the marker's first ``*``.
+    `layout` tells a person what to put where. `shape` is that of one picture, `counts` are the
+    publisher's numbers of training and test pictures.
     """
 
     about: str
     layout: str
+    shape: tuple[int, int, int]
     counts: tuple[int, int]
     markers: dict[str, Callable[[Path], Dataset]]
     elsewhere: tuple[Path, ...] = ()
-    fetchable: bool = True
 
 
 def data_root(data_dir: str | Path | None = None) -> Path:
@@ -51,9 +54,20 @@ def find(name: str, data_dir: str | Path | None = None) -> tuple[Path, Callable[
     known = KNOWN[name]
     for place in (*(data_root(data_dir) / folder for folder in ("", name)), *known.elsewhere):
         for marker, reader in known.markers.items():
-            if (place / marker).exists():
-                return (place / marker).parent, reader
+            if any(place.glob(marker)):
+                before, star, _ = marker.partition("*")
+                return place / before if star else (place / marker).parent, reader
     return None
+
+
+def located(name: str, data_dir: str | Path | None = None) -> tuple[Path, Callable[[Path], Dataset]]:
+    """What `find` finds; a missing set is an error that says how to get it."""
+    found = find(name, data_dir)
+    if found is None:
+        root = data_root(data_dir)
+        remedy = f"run `fot data fetch {name} --data-dir {root}`, or " if name in SOURCES else ""
+        raise UserError(f"{name} is not in {root}: {remedy}put {KNOWN[name].layout} into {root / name}")
+    return found
 
 
 def load(name: str, data_dir: str | Path | None = None) -> Dataset:
@@ -61,13 +75,21 @@ def load(name: str, data_dir: str | Path | None = None) -> Dataset:
 
     Fewer or more samples than the publisher's are accepted and said in the notes.
     """
-    found = find(name, data_dir)
-    if found is None:
-        root, known = data_root(data_dir), KNOWN[name]
-        remedy = f"run `fot data fetch {name} --data-dir {root}`, or " if known.fetchable else ""
-        raise UserError(f"{name} is not in {root}: {remedy}put {known.layout} into {root / name}")
-    folder, reader = found
-    data = replace(reader(folder), name=name)  # until here its name is its folder, for the errors' sake
+    folder, reader = located(name, data_dir)
+    try:
+        data = replace(reader(folder), name=name)  # until here its name is its folder, for the errors' sake
+        for x in (data.train_x, data.test_x):
+            if x.dtype != np.uint8 or x.shape[1:] != KNOWN[name].shape:
+                wanted = " x ".join(map(str, KNOWN[name].shape))
+                raise UserError(
+                    f"{folder} holds pictures of type {x.dtype} and shape {x.shape[1:]}, where those of"
+                    f" {name} are bytes, {wanted}: put the files of {name} there"
+                )
+    except UserError as error:
+        again = (
+            f", or run `fot data fetch {name} --data-dir {data_root(data_dir)}`" if name in SOURCES else ""
+        )
+        raise UserError(f"{error}{again}") from None
     counts = (len(data.train_y), len(data.test_y))
     if counts != KNOWN[name].counts:
         publisher = KNOWN[name].counts
@@ -207,12 +229,14 @@ KNOWN: dict[str, Known] = {
     "mnist": Known(
         "handwritten digits, 28 x 28 grey",
         "the four IDX files, gzipped or not,",
+        (1, 28, 28),
         (60000, 10000),
         {f"{folder}/{marker}": reader for folder in ("mnist", "MNIST") for marker, reader in _IDX.items()},
     ),
     "fashion-mnist": Known(
         "pieces of clothing, 28 x 28 grey",
         "the four IDX files, gzipped or not,",
+        (1, 28, 28),
         (60000, 10000),
         {
             f"{folder}/{marker}": r
@@ -224,6 +248,7 @@ KNOWN: dict[str, Known] = {
     "cifar10": Known(
         "photographs of 10 classes, 32 x 32",
         "cifar-10-batches-bin or cifar-10-batches-py",
+        (3, 32, 32),
         (50000, 10000),
         {
             "cifar-10-batches-bin/data_batch_1.bin": _cifar10_binary,
@@ -233,34 +258,35 @@ KNOWN: dict[str, Known] = {
     "cifar100": Known(
         "photographs of 100 classes, 32 x 32",
         "cifar-100-binary or cifar-100-python",
+        (3, 32, 32),
         (50000, 10000),
         {"cifar-100-binary/train.bin": _cifar100_binary, "cifar-100-python/train": _cifar100_python},
     ),
     "svhn": Known(
         "house numbers, 32 x 32",
         "train_32x32.mat and test_32x32.mat",
+        (3, 32, 32),
         (73257, 26032),
         {"train_32x32.mat": _svhn},
     ),
     "notmnist": Known(
         "letters A to J in many fonts, 28 x 28 grey; the small set, split 90 to 10",
         "the folder notMNIST_small",
+        (1, 28, 28),
         (16854, 1870),
         {"notMNIST_small/A": _notmnist},
     ),
     "miniimagenet": Known(
         "photographs of 100 classes, 84 x 84; ImageNet's licence lets nobody offer it for download",
         "a folder a class, or {train,test}_{x,y}.npy,",
+        (3, 84, 84),
         (50000, 10000),
-        {
-            "miniimagenet/train_x.npy": _arrays,
-            "miniimagenet": lambda root: _miniimagenet(root / "miniimagenet"),
-        },
-        fetchable=False,
+        {"miniimagenet/train_x.npy": _arrays, "miniimagenet/*/*": _miniimagenet},
     ),
     "tinyimagenet100": Known(
         "photographs of the first 100 classes of Tiny-ImageNet-200, 64 x 64",
         "tiny-imagenet-200, or {train,test}_{x,y}.npy,",
+        (3, 64, 64),
         (50000, 5000),
         {"tinyimagenet100/train_x.npy": _arrays, "tiny-imagenet-200/train": _tiny_imagenet},
     ),

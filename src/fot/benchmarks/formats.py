@@ -10,9 +10,11 @@ import gzip
 import lzma
 import math
 import struct
+import tarfile
+import tokenize
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,9 +29,10 @@ LARGEST_PICTURE = 1 << 26  # pixels
 PICTURE_SUFFIXES = frozenset(
     {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"}
 )
-_FAILURES = (  # what numpy, gzip, zipfile and the readers below raise on a damaged file
+FAILURES = (  # what numpy, gzip, tarfile, zipfile and the readers below raise on a damaged file
     *(OSError, EOFError, ValueError, KeyError, IndexError, TypeError, OverflowError, SyntaxError),
-    *(RuntimeError, MemoryError, struct.error, zlib.error, lzma.LZMAError, zipfile.BadZipFile),
+    *(RuntimeError, MemoryError, struct.error, tokenize.TokenError),
+    *(zlib.error, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile),
 )
 
 
@@ -41,16 +44,14 @@ def reading(path: Path) -> Iterator[None]:
     except UserError:
         raise
     except FileNotFoundError:
-        raise UserError(f"{path} is missing: put it there, or fetch the set again") from None
-    except _FAILURES as error:
+        raise UserError(f"{path} is missing: put it there") from None
+    except FAILURES as error:
         raise broken(path, str(error) or type(error).__name__) from None
 
 
 def broken(path: Path, why: str) -> UserError:
     """The error of a file that cannot be read, on one line."""
-    return UserError(
-        f"{path} cannot be read ({' '.join(why.split())[:200]}): replace it, or fetch the set again"
-    )
+    return UserError(f"{path} cannot be read ({' '.join(why.split())[:200]}): replace it")
 
 
 def read_idx(path: Path) -> Array:
@@ -105,6 +106,8 @@ def read_mat(path: Path) -> dict[str, Array]:
                 inflated = inflater.decompress(body, LARGEST)
                 if not inflater.eof:
                     raise ValueError("its compressed data break off")
+                if len(inflated) < 8:
+                    raise ValueError("its compressed data hold no element")
                 kind, body = next(_elements(memoryview(inflated), order))
             if kind == _MATRIX:
                 arrays.update(_matrix(body, order))
@@ -168,7 +171,8 @@ def read_pictures(
                     channels = 1 if opened.mode in ("1", "L", "LA") else 3
                 picture = opened.convert("L" if channels == 1 else "RGB")
         except Exception as error:  # Pillow's decoders raise nearly anything on a broken file
-            failures.append(f"{path}: {' '.join(str(error).split())[:120] or type(error).__name__}")
+            why = str(error).replace(f" {str(path)!r}", "")  # Pillow names the file too
+            failures.append(f"{path}: {' '.join(why.split())[:120] or type(error).__name__}")
             continue
         found = (picture.height, picture.width)
         if expected is None:
@@ -188,12 +192,14 @@ def read_pictures(
     return stacked, good, failures
 
 
-def list_classes(folder: Path, is_sample: Callable[[Path], bool] | None = None) -> dict[str, list[Path]]:
+def list_classes(folder: Path) -> dict[str, list[Path]]:
     """The pictures of each class of a folder that has a folder a class, both in the order of their names."""
-    wanted = is_sample or (lambda path: path.suffix.lower() in PICTURE_SUFFIXES)
     with reading(folder):
         classes = sorted(entry for entry in folder.iterdir() if entry.is_dir() and entry.name[0] not in "._")
         found = {
-            c.name: sorted(p for p in c.rglob("*") if wanted(p) and p.name[0] not in "._") for c in classes
+            c.name: sorted(
+                p for p in c.rglob("*") if p.suffix.lower() in PICTURE_SUFFIXES and p.name[0] not in "._"
+            )
+            for c in classes
         }
     return {name: paths for name, paths in found.items() if paths}

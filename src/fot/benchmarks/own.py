@@ -17,6 +17,7 @@ from fot.benchmarks.partition import stratified
 from fot.errors import UserError
 from fot.randomness import key
 
+LARGEST_SIDE = 4096  # pixels that pictures may be resized to
 _NAMES = ("train_x", "train_y", "test_x", "test_y")
 
 
@@ -37,13 +38,15 @@ def read(
         The table's column that says which client holds a row, for the natural partition. Arrays say so
         in ``train_owner``.
     size
-        Pictures of a folder are resized to size x size; 0: they must all be of one size.
+        Pictures of a folder are resized to size x size, up to 4096; 0: they must all be of one size.
     test_share
         The share of each class that is held back for testing where the data are not already split.
     """
     path = Path(path)
-    if not 0 < test_share < 1:
-        raise UserError(f"test_share = {test_share}: give a share between 0 and 1")
+    if not 0 <= size <= LARGEST_SIDE:
+        raise UserError(f"size = {size}: give 1 to {LARGEST_SIDE} pixels, or 0 for pictures of one size")
+    if not path.exists():
+        raise UserError(f"{path} does not exist: give a folder, or a .npz or .csv file")
     if path.suffix.lower() == ".csv":
         return _table(path, label, owner, test_share)
     if path.suffix.lower() == ".npz":
@@ -75,13 +78,28 @@ def from_tensors(
     >>> from_tensors("mine", (x, y), test_share=0.25).test_y
     array([0, 1])
     """
+    for x, y in (train,) if test is None else (train, test):
+        if x.ndim < 2 or y.ndim != 1 or len(x) != len(y) or not len(y):
+            raise UserError(
+                f"{name}: inputs of shape {tuple(x.shape)} and labels of shape {tuple(y.shape)};"
+                " give a row of inputs and one label a sample"
+            )
+    if owners is not None and owners.shape != train[1].shape:
+        raise UserError(f"{name}: {owners.numel()} owners for {len(train[1])} training samples")
     if test is None:
         x, y = train
         kept, held = stratified(y.detach().cpu(), test_share, key(0, "tensors"))
-        owners = None if owners is None else owners[kept]
-        train, test = (x[kept], y[kept]), (x[held], y[held])
-    arrays = dict(zip(_NAMES, (t.detach().cpu().numpy() for t in (*train, *test)), strict=True))
-    return from_arrays(name, arrays if owners is None else arrays | {"train_owner": owners.cpu().numpy()})
+        owners = None if owners is None else owners[kept.to(owners.device)]
+        train, test = ((x[part.to(x.device)], y[part.to(y.device)]) for part in (kept, held))
+    arrays = dict(zip(_NAMES, map(_array, (*train, *test)), strict=True))
+    return from_arrays(name, arrays if owners is None else arrays | {"train_owner": _array(owners)})
+
+
+def _array(values: Tensor) -> Array:
+    """As numpy has it, which knows no bfloat16."""
+    values = values.detach().cpu()
+    array: Array = (values.float() if values.is_floating_point() else values).numpy()
+    return array
 
 
 def from_arrays(name: str, arrays: dict[str, Array]) -> Dataset:
@@ -98,6 +116,8 @@ def from_arrays(name: str, arrays: dict[str, Array]) -> Dataset:
     if owners is not None:
         if owners.shape != train_y.shape:
             raise UserError(f"{name}: {owners.size} owners for {train_y.size} training samples")
+        if owners.dtype.kind not in "buiU":
+            raise UserError(f"{name}: owners of type {owners.dtype}; give one whole number or name a sample")
         owners = np.unique(owners, return_inverse=True)[1].astype(np.int64)
     train_x, test_x = (_inputs(name, arrays[part]) for part in ("train_x", "test_x"))
     return Dataset(name, train_x, train_y, test_x, test_y, len(names), names, owners)
@@ -124,7 +144,10 @@ def read_classes(
     """
     names = tuple(sorted(splits[0]))
     if len(names) < 2:
-        raise UserError(f"{path} holds {len(names)} folders with pictures: a folder a class is needed")
+        folders = "1 folder" if len(names) == 1 else f"{len(names)} folders"
+        raise UserError(
+            f"{path} holds {folders} with pictures: two classes or more, a folder each, are needed"
+        )
     read: list[tuple[Array, Array]] = []
     notes: list[str] = []
     for classes in splits:
@@ -146,7 +169,13 @@ def read_classes(
         parts = stratified(torch.from_numpy(y), test_share, key(0, name or "folder"))
         read = [(x[part.numpy()], y[part.numpy()]) for part in parts]
     if notes:
-        notes = [f"{len(notes)} pictures cannot be read and are left out: {'; '.join(notes[:5])}"]
+        count = (
+            "1 picture cannot be read and is"
+            if len(notes) == 1
+            else f"{len(notes)} pictures cannot be read and are"
+        )
+        more = f"; and {len(notes) - 20} more" if len(notes) > 20 else ""
+        notes = [f"{count} left out: {'; '.join(notes[:20])}{more}"]
     (train_x, train_y), (test_x, test_y) = read
     return Dataset(name or path.name, train_x, train_y, test_x, test_y, len(names), names, notes=tuple(notes))
 
@@ -181,6 +210,10 @@ def _classes(name: str, train: Array, test: Array) -> tuple[Array, Array, tuple[
             raise UserError(
                 f"{name}: labels of type {y.dtype} and shape {y.shape}; give one whole number a sample"
             )
+        if y.dtype.kind == "i" and y.size and y.min() < 0:
+            raise UserError(
+                f"{name}: a label is {y.min()}; number the classes from 0, and leave out the rest"
+            )
     names, train_y = np.unique(train, return_inverse=True)
     unknown = np.setdiff1d(test, names)
     if len(unknown):
@@ -191,25 +224,35 @@ def _classes(name: str, train: Array, test: Array) -> tuple[Array, Array, tuple[
 def _table(path: Path, label: str, owner: str, test_share: float) -> Dataset:
     with reading(path), path.open(newline="", encoding="utf-8-sig") as file:
         try:
-            rows = list(csv.DictReader(file, restkey="too many columns", strict=True))
+            table = csv.DictReader(file, strict=True)
+            rows = [(table.line_num, row) for row in table]
         except csv.Error as error:
             raise broken(path, str(error)) from None
     if not rows:
         raise UserError(f"{path} has no rows under its header")
+    header = list(table.fieldnames or ())
+    twice = next((column for column in header if header.count(column) > 1), None)
+    if twice is not None:
+        raise UserError(f"{path} has two columns {twice!r}: rename or remove one")
     for column in (label, owner):
-        if column and column not in rows[0]:
-            raise UserError(f"{path} has no column {column!r}; it has {', '.join(map(str, rows[0]))}")
-    columns = [c for c in rows[0] if c not in (label, owner, "split")]
+        if column and column not in header:
+            raise UserError(f"{path} has no column {column!r}; it has {', '.join(header)}")
+    columns = [c for c in header if c not in (label, owner, "split")]
     if not columns:
         raise UserError(f"{path} has no columns of numbers beside {label!r}")
-    x = np.array([[_number(path, line, c, row.get(c)) for c in columns] for line, row in enumerate(rows, 2)])
-    y = np.array([str(row[label]) for row in rows])
-    if "split" in rows[0]:
-        split = np.array([row["split"] for row in rows])
-        if not set(split) <= {"train", "test"}:
-            raise UserError(
-                f"{path}: the column split may hold train and test, and it holds {sorted(set(split))}"
-            )
+    for line, row in rows:
+        if None in row:  # where DictReader puts what the header has no name for
+            raise UserError(f"{path}, line {line}: too many columns; the header has {len(header)}")
+        for column in filter(None, (label, owner)):
+            if not (row[column] or "").strip():
+                raise UserError(f"{path}, line {line}: {column} is empty; fill it in, or remove the row")
+    x = np.array([[_number(path, line, c, row[c]) for c in columns] for line, row in rows])
+    y = np.array([row[label] for _, row in rows])
+    if "split" in header:
+        for line, row in rows:
+            if row["split"] not in ("train", "test"):
+                raise UserError(f"{path}, line {line}: split = {row['split']!r}; it may hold train and test")
+        split = np.array([row["split"] for _, row in rows])
         train, test = (split == "train").nonzero()[0], (split == "test").nonzero()[0]
     else:
         numbers = torch.from_numpy(np.unique(y, return_inverse=True)[1])
@@ -218,11 +261,17 @@ def _table(path: Path, label: str, owner: str, test_share: float) -> Dataset:
         raise UserError(
             f"{path} has {len(train)} rows to train on and {len(test)} to test on: give more rows"
         )
-    mean, std = x[train].mean(0), x[train].std(0)
+    with np.errstate(over="ignore", invalid="ignore"):
+        mean, std = x[train].mean(0), x[train].std(0)
+    wild = (~np.isfinite(mean + std)).nonzero()[0]
+    if len(wild):
+        raise UserError(
+            f"{path}: {columns[wild[0]]} has values too large for a mean and deviation; rescale it"
+        )
     x = (x - mean) / np.where(std > 0, std, 1)  # a constant column says nothing, and stays at 0
     arrays: dict[str, Any] = dict(zip(_NAMES, (x[train], y[train], x[test], y[test]), strict=True))
     if owner:
-        arrays["train_owner"] = np.array([str(row[owner]) for row in rows])[train]
+        arrays["train_owner"] = np.array([row[owner] for _, row in rows])[train]
     return from_arrays(path.stem, arrays)
 
 

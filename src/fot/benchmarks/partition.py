@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from fot.errors import UserError
+from fot.options import Between
 from fot.randomness import fold, key, permutation, uniform
 
 KINDS = ("iid", "shards", "dirichlet", "natural")
@@ -55,10 +57,10 @@ class Partition:
     """
 
     kind: str = "iid"
-    clients: int = 10
-    alpha: float = 0.5
-    task_share: float = 1.0
-    imbalance: float = 0.0
+    clients: Annotated[int, Between(1)] = 10
+    alpha: Annotated[float, Between(0)] = 0.5
+    task_share: Annotated[float, Between(0, 1)] = 1.0
+    imbalance: Annotated[float, Between(0)] = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -111,25 +113,21 @@ class Partition:
         return torch.exp(self.imbalance * _normal(fold(of, 2), torch.arange(parts)))
 
     def _dealt(self, order: Tensor, parts: int) -> Tensor:
-        """The samples that are dealt: all of them, less what equal parts would leave over."""
+        """The samples that are dealt: all of them, less what equal parts would leave over.
+
+        Shards may leave over more: 50,000 samples are 333 for each of 150 clients, but two shards of 166.
+        """
         return order if self.imbalance else order[: len(order) - len(order) % (parts * self.clients)]
 
     def _shards(self, of: int, by_label: Tensor, labels: Tensor) -> Sequence[Tensor]:
-        """Two random shards a client; one that crosses from a class to the next has both its classes already.
-
-        Those therefore choose first, and take the first other one that brings no third class; where there
-        is none, as with fewer shards than classes, any.
-        """
+        """Two random shards a client, without a third class wherever the shards allow it."""
         shards = _cut(self._dealt(by_label, 2), self._weights(of, 2 * self.clients))
         classes = [set(labels[shard].tolist()) for shard in shards]
-        waiting = permutation(fold(of, 3), len(shards)).tolist()
-        waiting.sort(key=lambda j: len(classes[j]) < 2)
-        parts = []
-        while waiting:
-            first = waiting.pop(0)
-            second = next((j for j in waiting if len(classes[first] | classes[j]) <= 2), waiting[0])
-            waiting.remove(second)
-            parts.append(torch.cat([shards[first], shards[second]]))
+        drawn = permutation(fold(of, 3), len(shards)).tolist()
+        pairs = _pairs(classes, drawn)
+        if any(len(classes[i] | classes[j]) > 2 for i, j in pairs):
+            pairs = _pairs(classes, drawn, by_label=True)
+        parts = [torch.cat([shards[i], shards[j]]) for i, j in pairs]
         return [parts[i] for i in permutation(fold(of, 5), self.clients).tolist()]
 
     def _dirichlet(self, of: int, order: Tensor, labels: Tensor) -> Sequence[Tensor]:
@@ -150,12 +148,49 @@ def stratified(labels: Tensor, test_share: float, of: int) -> tuple[Tensor, Tens
     >>> len(train), len(test)
     (12, 3)
     """
+    if not 0 < test_share < 1:
+        raise UserError(f"test_share = {test_share}: give a share between 0 and 1")
     order = permutation(of, len(labels))
-    members = [order[labels[order] == label] for label in range(int(labels.max()) + 1)]
+    members = [order[labels[order] == label] for label in sorted(set(labels.tolist()))]
     cuts = [round(len(m) * test_share) for m in members]
     train = torch.cat([m[cut:] for m, cut in zip(members, cuts, strict=True)])
     test = torch.cat([m[:cut] for m, cut in zip(members, cuts, strict=True)])
     return train.sort().values, test.sort().values
+
+
+def _pairs(
+    classes: Sequence[set[int]], drawn: Sequence[int], by_label: bool = False
+) -> list[tuple[int, int]]:
+    """The shards two by two, each shard being known by the classes it holds.
+
+    One that crosses from a class to the next has two already: those choose first, among the shards that
+    bring no third. At random they may take what a neighbour needs. By label, each takes a shard of its
+    lower class if there is one, which only its neighbour below, already served, could have used as well;
+    else of its upper one, else an empty shard. So as many as can be are served. Who remains takes the
+    shard that adds least, and shards of one class are paired as they were drawn.
+    """
+    crossing = [j for j in drawn if len(classes[j]) > 1]
+    free = [*crossing, *(j for j in drawn if len(classes[j]) < 2)]
+    pairs: list[tuple[int, int]] = []
+
+    def third(i: int, j: int) -> int:  # how many classes the two would have beyond two
+        return max(len(classes[i] | classes[j]) - 2, 0)
+
+    def pair(i: int, j: int) -> None:
+        pairs.append((i, j))
+        free.remove(i)
+        free.remove(j)
+
+    for i in sorted(crossing) if by_label else crossing:
+        fitting = [j for j in free if j != i and not third(i, j)] if i in free else []
+        if fitting and by_label:
+            pair(i, min(fitting, key=lambda j: min(classes[j], default=math.inf)))
+        elif fitting:
+            pair(i, fitting[0])
+    while free:
+        first, *others = free
+        pair(first, min(others, key=lambda j: third(first, j)))
+    return pairs
 
 
 def _cut(samples: Tensor, weights: Tensor) -> Sequence[Tensor]:

@@ -179,6 +179,14 @@ def _task(
 ) -> Task:
     train_y, test_y = torch.from_numpy(data.train_y), torch.from_numpy(data.test_y)
     owners = None if data.owners is None else torch.from_numpy(data.owners)
+    clients = deal(train_y, index, owners)
+    notes = data.notes
+    if deal.kind == "shards":
+        over = sum(len(set(train_y[held].tolist())) > 2 for held in clients)
+        if over:
+            notes += (
+                f"{over} of {deal.clients} clients hold more than two classes: the shards allow no other",
+            )
     return Task(
         index=index,
         name=name,
@@ -187,9 +195,9 @@ def _task(
         train_y=train_y,
         test_x=inputs(data.test_x),
         test_y=test_y,
-        clients=deal(train_y, index, owners),
+        clients=clients,
         augment=augment,
-        notes=data.notes,
+        notes=notes,
     )
 
 
