@@ -1,4 +1,4 @@
-"""Whole runs under secure and private sums: the same results, nobody named, and what goes wrong voids little."""
+"""Whole runs under secure and private sums: the same results, nobody named, and aborts that void one sum."""
 
 from __future__ import annotations
 
@@ -225,8 +225,8 @@ def test_a_method_that_needs_more_than_sums_is_refused_however_the_run_is_made()
 @pytest.mark.parametrize(
     "setting",
     [
-        "aggregation.kind=homomorphic", "dp.epsilon=inf", "dp.noise=-1", "dp.noise=nan", "dp.scales={'*'=0.0}",
-        "dp.update_clip=1e-300", "dp.population=50",
+        "aggregation.kind=homomorphic", "dp.epsilon=inf", "dp.noise=-1", "dp.noise=nan",
+        "dp.scales={'*'=0.0}", "dp.update_clip=1e-300", "dp.population=50",
     ],
 )  # fmt: skip
 def test_settings_are_checked_when_they_are_read(setting):
