@@ -102,7 +102,7 @@ def _match(value: Any, form: Any, where: str) -> tuple[bool, Any]:
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         return False, value  # no tensor holds it
     if form is float and isinstance(value, (int, float)):
-        return not math.isnan(value), float(value)
+        return math.isfinite(value), float(value)
     if form in (int, str):
         return isinstance(value, form), value
     if origin in (tuple, list) or origin is Sequence:

@@ -8,6 +8,7 @@ from torch import nn
 
 from fot.errors import UserError
 from fot.models import MODELS, MultiHead, alexnet, mlp, multi_head, resnet18, resnet18_norm
+from fot.options import checked
 
 
 def count(model: nn.Module) -> int:
@@ -106,3 +107,27 @@ def test_wrong_options_are_the_users_mistake() -> None:
         alexnet(kernels=(3, 3))
     with pytest.raises(UserError, match="too small"):
         alexnet(size=8)
+    with pytest.raises(UserError, match="too small"):
+        resnet18(size=8)  # 8, 8, 4, 2, 1: nothing is left to pool
+
+
+@pytest.mark.parametrize(
+    ("model", "option", "value", "said"),
+    [
+        ("mlp", "hidden", [5, -1], r"model\.hidden\[1\]: -1 is out of range.*whole number at least 1"),
+        ("mlp", "hidden", [0], r"model\.hidden\[0\]: 0 is out of range"),
+        ("mlp", "inputs", 0, r"model\.inputs: 0 is out of range"),
+        ("mlp", "classes", -2, r"model\.classes: -2 is out of range"),
+        ("mlp", "dropout", [2.0, 0.1], r"model\.dropout\[0\]: 2\.0 is out of range; allowed: .*from 0 to 1"),
+        ("alexnet", "channels", [64, -8, 3], r"model\.channels\[1\]: -8"),
+        ("alexnet", "kernels", [4, 3, 0], r"model\.kernels\[2\]: 0"),
+        ("alexnet", "hidden", [-5], r"model\.hidden\[0\]: -5"),
+        ("alexnet", "dropout", [-0.1], r"model\.dropout\[0\]: -0\.1"),
+        ("alexnet", "size", 0, r"model\.size: 0"),
+        *((name, option, 0, rf"model\.{option}: 0 is out of range")
+          for name in ("resnet18", "resnet18_norm") for option in ("filters", "stride", "size")),
+    ],
+)  # fmt: skip
+def test_options_out_of_range_are_named(model: str, option: str, value: object, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        checked(MODELS[model], {option: value}, "model")

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Annotated
 
 from torch import nn
 
 from fot.errors import UserError
 from fot.models.heads import MultiHead
+from fot.options import Between
 
 
 def alexnet(
     *,
-    channels: tuple[int, ...] = (64, 128, 256),
-    kernels: tuple[int, ...] = (4, 3, 2),
-    hidden: tuple[int, ...] = (2048, 2048),
-    dropout: tuple[float, ...] = (0.2, 0.2, 0.5, 0.5, 0.5),
-    size: int = 32,
+    channels: tuple[Annotated[int, Between(1)], ...] = (64, 128, 256),
+    kernels: tuple[Annotated[int, Between(1)], ...] = (4, 3, 2),
+    hidden: tuple[Annotated[int, Between(1)], ...] = (2048, 2048),
+    dropout: tuple[Annotated[float, Between(0, 1)], ...] = (0.2, 0.2, 0.5, 0.5, 0.5),
+    size: Annotated[int, Between(1)] = 32,
 ) -> MultiHead:
     """Build convolutions without padding, each with ReLU, dropout and max-pooling by 2, then wide layers.
 

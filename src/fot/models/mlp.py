@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Annotated
 
 from torch import nn
 
 from fot.errors import UserError
 from fot.models.heads import MultiHead
+from fot.options import Between
 
 
 def mlp(
     *,
-    inputs: int = 64,
-    hidden: tuple[int, ...] = (100, 100),
-    classes: int = 10,
-    dropout: tuple[float, ...] = (),
+    inputs: Annotated[int, Between(1)] = 64,
+    hidden: tuple[Annotated[int, Between(1)], ...] = (100, 100),
+    classes: Annotated[int, Between(1)] = 10,
+    dropout: tuple[Annotated[float, Between(0, 1)], ...] = (),
     bias: bool = True,
     multi_head: bool = False,
 ) -> nn.Module:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Annotated
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fot.errors import UserError
 from fot.models.heads import MultiHead
+from fot.options import Between
+
+Positive = Annotated[int, Between(1)]
 
 
 def _convolution(inputs: int, outputs: int, kernel: int, stride: int, norm: bool) -> nn.Module:
@@ -45,12 +50,16 @@ def _resnet(filters: int, norm: bool, stride: int, size: int) -> MultiHead:
         layers[f"stage{i}"] = nn.Sequential(Block(previous, width, first, norm), Block(width, width, 1, norm))
         size = (size - 1) // first + 1
         previous = width
+    if size < 2:
+        raise UserError(
+            "resnet18: the images are too small to be halved so often; raise size or lower stride"
+        )
     layers["pool"] = nn.AvgPool2d(2)
     layers["flatten"] = nn.Flatten()
     return MultiHead(nn.Sequential(layers), previous * (size // 2) ** 2)
 
 
-def resnet18(*, filters: int = 20, stride: int = 1, size: int = 32) -> MultiHead:
+def resnet18(*, filters: Positive = 20, stride: Positive = 1, size: Positive = 32) -> MultiHead:
     """Build the reduced ResNet18 of 5-Datasets: no normalisation, no biases.
 
     Parameters
@@ -70,7 +79,7 @@ def resnet18(*, filters: int = 20, stride: int = 1, size: int = 32) -> MultiHead
     return _resnet(filters, False, stride, size)
 
 
-def resnet18_norm(*, filters: int = 32, stride: int = 2, size: int = 84) -> MultiHead:
+def resnet18_norm(*, filters: Positive = 32, stride: Positive = 2, size: Positive = 84) -> MultiHead:
     """Build the reduced ResNet18 of Split Mini-ImageNet: batch-norm on the statistics of the batch at hand.
 
     The options are those of ``resnet18``.
