@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from fot.aggregation.bench import bench_secagg, one_client, whole_cohort
+from fot.aggregation.bench import bench_secagg, bench_table, one_client, whole_cohort
 
 
 def test_communication_stays_below_that_of_bonawitz_et_al():
@@ -27,3 +27,18 @@ def test_every_stage_is_reported():
     for cost in costs:
         assert list(cost.client_seconds) == ["advertise", "share", "input", "unmask"]
         assert cost.bytes_up > cost.plain_bytes == 400
+        work = cost.clients_timed * sum(cost.client_seconds.values()) + sum(cost.server_seconds.values())
+        assert cost.processor_seconds == work > 0
+    table = bench_table(costs)
+    assert [column.header for column in table.columns][-6:] == [
+        "server",
+        "all",
+        "clock",
+        "plain",
+        "MB up",
+        "x",
+    ]
+    assert [next(iter(column.cells)) for column in table.columns][-5:-3] == [
+        f"{costs[0].processor_seconds:.2f}",
+        f"{costs[0].total_seconds:.2f}",
+    ]

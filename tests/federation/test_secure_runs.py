@@ -18,6 +18,7 @@ from fot.federation.experiment import resolve
 from fot.federation.launch import launch
 from fot.federation.run import Run
 from fot.methods import FOT, FedAvg, Method
+from fot.results.report import run_page
 
 DIGITS = [
     "model.hidden=[12]", "training.rounds=2", "training.cohort=6", "benchmark.tasks=2", "benchmark.clients=9",
@@ -182,6 +183,16 @@ def test_epsilon_is_that_of_the_whole_run():
         _, summary, _ = watched(make_aggregation("plain", seed=0, privacy=privacy))
         assert summary["privacy"]["releases"] == releases
         assert summary["privacy"]["epsilon"] == pytest.approx(2.0, abs=1e-6)
+
+
+def test_the_report_says_what_of_the_run_is_private():
+    for updates in (False, True):
+        privacy = Privacy(epsilon=2.0, clip=1e4, updates=updates)
+        _, summary, _ = watched(make_aggregation("plain", seed=0, privacy=privacy))
+        summary["privacy"]["epsilon_released"] = 0.125
+        shown = run_page(summary, [], "")
+        assert ("as a whole is not private" in shown) == (not updates)
+        assert "2 at delta" in shown and "0.125 against somebody who does not know the cohorts" in shown
 
 
 class Drawn(PlainAggregation):
