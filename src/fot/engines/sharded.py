@@ -260,8 +260,10 @@ class PartSummation:
         if not filled:
             return False
         first = filled[0]
-        if any(part["shapes"] != first["shapes"] for part in filled):
-            raise UserError("clients differ in the names or shapes of their arrays: all must send the same")
+        if any(part[of] != first[of] for part in filled for of in ("shapes", "dtypes")):
+            raise UserError(
+                "clients differ in names, shapes or types of their arrays: all must send the same"
+            )
         ledger = inner.ledger
         ledger.added = {client for part in filled for client in part["clients"]}
         ledger.shapes = {name: tuple(shape) for name, shape in first["shapes"].items()}
