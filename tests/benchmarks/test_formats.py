@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks_damage import damaged
+from benchmarks_files import damaged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image

@@ -104,6 +104,8 @@ def check(name: str, data_dir: str | Path | None = None) -> list[str]:
                 else:
                     reads = "" if _is_archive(path.name) else "; its content reads well"
                     lines.append(f"  {path.name} is NOT the published file, by {by}{reads}")
+    if name in SOURCES and len(lines) == 1:
+        lines.append("  no published file lies here that its digest could be held against")
     per_class = [int((data.train_y == c).sum()) for c in range(data.classes)]
     lines.append(
         f"  {len(data.train_y)} + {len(data.test_y)} samples of {tuple(data.train_x.shape[1:])},"
