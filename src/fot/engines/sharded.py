@@ -262,7 +262,7 @@ class PartSummation:
         first = filled[0]
         if any(part[of] != first[of] for part in filled for of in ("shapes", "dtypes")):
             raise UserError(
-                "clients differ in names, shapes or types of their arrays: all must send the same"
+                "clients differ in names, shapes or types of arrays: all must send the same"
             )
         ledger = inner.ledger
         ledger.added = {client for part in filled for client in part["clients"]}
