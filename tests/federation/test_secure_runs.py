@@ -13,11 +13,14 @@ from fot.aggregation.plain import PlainAggregation
 from fot.aggregation.secure.aggregation import INPUT, UNMASK
 from fot.benchmarks.stream import Task, TaskStream
 from fot.engines.base import EngineOptions, Training
+from fot.engines.sequential import SequentialEngine
+from fot.engines.sharded import PartSummation, ShardedEngine, World
 from fot.errors import UserError
 from fot.federation.experiment import resolve
 from fot.federation.launch import launch
 from fot.federation.run import Run
 from fot.methods import FOT, FedAvg, Method
+from fot.network import Network
 from fot.results.report import run_page
 
 DIGITS = [
@@ -175,6 +178,28 @@ def test_in_private_sums_a_client_that_is_not_finite_does_not_show(kind, engine)
     assert summary["excluded"] == 0 and told.get("warning", []) == []
     assert all(t.isfinite().all() for t in run.state.server.params.values())
     assert summary["privacy"]["releases"] == 5
+
+
+@pytest.mark.parametrize("kind", ["plain", "encoded"])
+def test_ranks_add_zeros_for_clients_of_a_rank_that_had_nothing_to_send(kind):
+    engine = ShardedEngine(SequentialEngine(Network(mlp()), FOT(), Training()), World())
+    arrays = {"a": torch.randn(3, 2, generator=torch.Generator().manual_seed(0)), "n": torch.arange(3)}
+    outcomes = []
+    for excluded in ((1, 3), ()):
+        privacy = Privacy(noise=0.01)
+        summation = make_aggregation(kind, seed=0, privacy=privacy).open(
+            range(5), kind="statistics", path=(0, 0)
+        )
+        part = PartSummation(summation)
+        part.add([0, 2, 4], arrays)
+        if not excluded:
+            part.add([1, 3], {name: torch.zeros_like(array[:2]) for name, array in arrays.items()})
+        outcomes.append(engine._whole(part, range(5), excluded, {}))
+    one, other = outcomes
+    assert one.excluded == () and one.sums.clients == other.sums.clients == (0, 1, 2, 3, 4)
+    for name in arrays:
+        torch.testing.assert_close(one.sums.arrays[name], other.sums.arrays[name])
+        assert one.sums.arrays[name].dtype == arrays[name].dtype
 
 
 def test_epsilon_is_that_of_the_whole_run():

@@ -216,6 +216,9 @@ class ShardedEngine:
     ) -> RoundOutcome:
         everywhere = {client for own in self.world.gather(list(excluded)) for client in own}
         any_left = part.merge(self.world, self.device)
+        if any_left and everywhere and part.discreet:  # where a rank had none to go by, it knew no shapes
+            part.add_zeros(sorted(everywhere), self.device)
+            everywhere.clear()
         sums = part.outer.close() if any_left else None
         return RoundOutcome(sums, tuple(c for c in cohort if c in everywhere), local_params)
 
@@ -237,6 +240,13 @@ class PartSummation:
     def add(self, clients: Sequence[int], arrays: dict[str, Tensor]) -> None:
         """Add the arrays of clients of this rank."""
         self.outer.add(clients, arrays)
+
+    def add_zeros(self, clients: Sequence[int], device: torch.device) -> None:
+        """Once all is merged, add clients that had nothing finite to send to a discreet sum."""
+        assert isinstance(self.outer, PrivateSummation)
+        shapes, dtypes, n = self.inner.ledger.shapes, self.outer.dtypes, len(clients)
+        zeros = {name: torch.zeros((n, *shapes[name]), dtype=dtypes[name], device=device) for name in dtypes}
+        self.outer.add(clients, zeros)
 
     def close(self) -> Sums:
         """Nothing yet: a rank's part of the sum is nobody's result."""
@@ -261,9 +271,7 @@ class PartSummation:
             return False
         first = filled[0]
         if any(part[of] != first[of] for part in filled for of in ("shapes", "dtypes")):
-            raise UserError(
-                "clients differ in names, shapes or types of arrays: all must send the same"
-            )
+            raise UserError("clients differ in names, shapes or types of arrays: all must send the same")
         ledger = inner.ledger
         ledger.added = {client for part in filled for client in part["clients"]}
         ledger.shapes = {name: tuple(shape) for name, shape in first["shapes"].items()}
