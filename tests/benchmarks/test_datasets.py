@@ -255,6 +255,7 @@ def test_pictures_of_another_size_are_refused(tmp_path, side):
     [
         (lambda x: x[..., 0], r"type uint8 and shape \(1, 84, 84\)"),
         (lambda x: x / np.float32(255), r"type float32 and shape \(84, 84, 3\)"),
+        (lambda x: x.transpose(0, 3, 1, 2) / np.float32(255), r"type float32 and shape \(3, 84, 84\)"),
         (lambda x: x[:, :64, :64], r"type uint8 and shape \(3, 64, 64\)"),
         (lambda x: x[..., :2], r"neither 1 nor 3 channels"),
     ],

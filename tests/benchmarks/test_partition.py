@@ -94,6 +94,7 @@ def test_no_third_class_wherever_the_shards_allow_it(sizes, clients, imbalance, 
     [
         ([{0, 1}, {1, 2}, {1}, {2}], 0),  # the first may take the only shard of the second's
         ([{0, 1}, {1, 2}, {2, 3}, {1}, {2}, set()], 0),
+        ([{0, 1}, {2, 3}, {0}, set()], 0),  # an empty shard serves all: it is kept for who needs it
         ([{0}, {0, 1, 2}, {2}, {2}], 1),
         ([{0, 1}, {2, 3}, {4}, {5}], 2),
         ([{0, 1}, {4}, {0}, {5}], 0),
