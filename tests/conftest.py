@@ -5,6 +5,11 @@ import hashlib
 import pytest
 
 
+def pytest_make_parametrize_id(config: object, val: object, argname: str) -> str | None:
+    """Bytes do not name a test: packed ones hold the time of day, and each process would name it otherwise."""
+    return argname if isinstance(val, bytes) else None
+
+
 class SeededEntropy:
     """Bytes that look random and are the same every time."""
 
