@@ -6,7 +6,7 @@ import pytest
 
 
 def pytest_make_parametrize_id(config: object, val: object, argname: str) -> str | None:
-    """Bytes do not name a test: packed ones hold the time of day, and each process would name it otherwise."""
+    """Bytes do not name a test: packed ones hold the time of day, other in each process."""
     return argname if isinstance(val, bytes) else None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -184,7 +185,13 @@ def start_ranks(folder: Path) -> None:
     ports = {ranks: free.getsockname()[1] for ranks, free in sockets.items()}
     for free in sockets.values():
         free.close()
-    torch.multiprocessing.spawn(work, (ports, folder), nprocs=3)
+    running = torch.multiprocessing.spawn(work, (ports, folder), nprocs=3, join=False)
+    deadline = time.monotonic() + 240
+    while not running.join(timeout=5):  # ranks that have lost one another would wait half an hour
+        if time.monotonic() > deadline:
+            for process in running.processes:
+                process.kill()
+            raise AssertionError("the ranks wait for one another")
 
 
 def assert_same(got: tuple[Tree, Any], wanted: tuple[Tree, Any], tolerance: float) -> None:

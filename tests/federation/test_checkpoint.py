@@ -5,9 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
-import random
-import signal
-import time
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,22 +51,6 @@ def results(path: Path) -> dict[str, object]:
     }
 
 
-def run_in_child(experiment, path: Path, kill_after: float | None) -> int:
-    """Run in a forked process, killed with -9 after a while; returns its exit status (-9 when killed)."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            launch(experiment, path, silent)
-            status = 0
-        finally:
-            os._exit(status)
-    if kill_after is not None:
-        time.sleep(kill_after)
-        os.kill(child, signal.SIGKILL)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 @pytest.mark.parametrize(
     "recipe, more",
     [
@@ -76,23 +59,17 @@ def run_in_child(experiment, path: Path, kill_after: float | None) -> int:
     ],
 )
 def test_killed_at_random_moments_it_ends_byte_identical(tmp_path, recipe, more):
-    torch.set_num_threads(1)  # a forked process has no threads of its parent's
-    experiment = small(*more, recipe=recipe)
-    start = time.monotonic()
-    assert run_in_child(experiment, tmp_path / "undisturbed", None) == 0
-    whole = time.monotonic() - start
-    moments = random.Random(0)
-    killed = 0
-    path = tmp_path / "disturbed"
-    while killed < 10:  # of each of the two recipes: twenty
-        if run_in_child(experiment, path, whole * moments.uniform(0.05, 0.6)) == -signal.SIGKILL:
-            killed += 1
-        else:  # it came to its end: all the better, start another
-            assert results(path) == results(tmp_path / "undisturbed")
-            path = tmp_path / f"disturbed-{killed}"
-    assert run_in_child(experiment, path, None) == 0
-    assert results(path) == results(tmp_path / "undisturbed")
-    assert not (path / "checkpoint").exists()
+    program = Path(__file__).with_name("killed_runs.py")
+    ten = "10"  # of each of the two recipes: twenty
+    command = [sys.executable, str(program), str(tmp_path), recipe, ten, *SMALL, *more]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    ended = done.stdout.split()
+    assert ended
+    for path in ended:
+        assert results(Path(path)) == results(tmp_path / "undisturbed")
+        assert not (Path(path) / "checkpoint").exists()
 
 
 class Interrupted(Exception):

@@ -149,7 +149,7 @@ options = st.fixed_dictionaries(
 
 @settings(max_examples=80)
 @given(
-    options, st.integers(0, 2**63 - 1), st.floats(0, allow_nan=False), texts,
+    options, st.integers(0, 2**63 - 1), st.floats(0, allow_nan=False, allow_infinity=False), texts,
     st.integers(1, 50) | st.lists(st.integers(1, 50), min_size=1, max_size=3),
 )  # fmt: skip
 def test_an_experiment_survives_its_own_file(method, seed, lr, folder, rounds):
