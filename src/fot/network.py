@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from fot.files import write_whole
 from fot.layers.find import has_heads, is_head
 from fot.randomness import key
 
@@ -95,6 +96,5 @@ class Network:
 
 def save_tree(tree: Tree, path: Path) -> None:
     """Write a tree as a safetensors file, whole or not at all."""
-    part = path.with_name(path.name + ".part")
-    safetensors.torch.save_file({name: tensor.contiguous().cpu() for name, tensor in tree.items()}, part)
-    part.replace(path)
+    tensors = {name: tensor.contiguous().cpu() for name, tensor in tree.items()}
+    write_whole(path, safetensors.torch.save(tensors))

@@ -50,8 +50,8 @@ class FOT(Method):
     """0: every client draws its own G. n: the k-th client of each of n workers draws the same G, a
     likely artefact of the authors' code."""
     exact: bool = False
-    """Sum Gram matrices in place of sketches and let the server draw the sketch: the same law,
-    cheaper in a simulation."""
+    """Sum Gram matrices in place of sketches and let the server draw the sketch: the same law, cheaper in
+    a simulation; and the form to use under differential privacy, where sketches drown in the noise."""
 
     def check(self, network: Network) -> None:
         """Find the layers that ``protect`` names, and the size of each one's sketch."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fot.errors import UserError
+from fot.files import write_whole
 from fot.layers import Layer
 from fot.randomness import fold
 from fot.subspace.extraction import (
@@ -235,19 +235,12 @@ class SubspaceMemory:
         tensors = {name: basis.contiguous().cpu() for name, basis in self.bases.items()}
         # One entry of metadata: several would be written in no fixed order.
         content = safetensors.torch.save(tensors, {"fot": json.dumps(self._header(), sort_keys=True)})
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
         try:
-            with temporary.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
+            write_whole(path, content)
         except OSError as error:
             raise UserError(
                 f"cannot write {path} ({error.strerror}): choose a folder you can write to"
             ) from None
-        finally:
-            temporary.unlink(missing_ok=True)
 
     @classmethod
     def load(
