@@ -56,17 +56,24 @@ def checked(
         for name, parameter in inspect.signature(target).parameters.items()
         if name not in given and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
     }
-    hints = _hints(target)
-    for name in table:
-        if name not in allowed:
-            close = difflib.get_close_matches(name, allowed, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            listed = ", ".join(sorted(allowed)) or "none"
-            raise UserError(f"{where}.{name}: no such option{hint} (allowed: {listed})")
+    known = _hints(target)
+    hints = {name: known.get(name, Any) for name in allowed}
+    found = check_table(table, hints, where)
     missing = [n for n, p in allowed.items() if p.default is p.empty and n not in table]
     if missing:
-        raise UserError(f"{where}.{missing[0]}: missing; allowed: {_describe(hints.get(missing[0], Any))}")
-    return {name: convert(value, hints.get(name, Any), f"{where}.{name}") for name, value in table.items()}
+        raise UserError(f"{where}.{missing[0]}: missing; allowed: {_describe(hints[missing[0]])}")
+    return found
+
+
+def check_table(table: Mapping[str, Any], hints: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The values of a table as the annotated types ``hints`` say; every key of it must be one of theirs."""
+    for name in table:
+        if name not in hints:
+            close = difflib.get_close_matches(name, hints, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            listed = ", ".join(sorted(hints)) or "none"
+            raise UserError(f"{where}.{name}: no such option{hint} (allowed: {listed})")
+    return {name: convert(value, hints[name], f"{where}.{name}") for name, value in table.items()}
 
 
 def defaults(target: Callable[..., Any], *, given: Sequence[str] = ()) -> dict[str, Any]:

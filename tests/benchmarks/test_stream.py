@@ -127,7 +127,7 @@ def test_seeds_change_the_permutations():
         ({"clients": 0}, r"^benchmark\.clients: 0 is out of range; allowed: a whole number at least 1$"),
         ({"tasks": 2.5}, r"^benchmark\.tasks: 2\.5 is not allowed; allowed: a whole number"),
         ({"tasks": True}, r"^benchmark\.tasks: True is not allowed; allowed: a whole number"),
-        ({"colour": 1}, "no option 'colour'"),
+        ({"colour": 1}, "benchmark.colour: no such option"),
         ({"partition": "striped"}, "no partition"),
         ({"clients": 10**6}, "too few"),
     ],

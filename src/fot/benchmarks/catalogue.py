@@ -26,7 +26,7 @@ from fot.benchmarks.partition import KINDS, Partition
 from fot.benchmarks.stream import Stream, TaskStream, class_split, permuted, sequence
 from fot.benchmarks.transforms import CropAndFlip, Pictures, Prepare, standardise
 from fot.errors import UserError
-from fot.options import Between, convert
+from fot.options import Between, check_table
 
 
 @dataclass(frozen=True)
@@ -104,11 +104,7 @@ def build(
     if partition not in KINDS:
         raise UserError(f"there is no partition {partition!r}; choose one of {', '.join(KINDS)}")
     benchmark = BENCHMARKS[name]
-    known = benchmark.options
-    for option, value in options.items():
-        if option not in known:
-            raise UserError(f"{name} has no option {option!r}; it has {', '.join(known)}")
-        options[option] = convert(value, known[option].type, f"benchmark.{option}")
+    options = check_table(options, {n: o.type for n, o in benchmark.options.items()}, "benchmark")
     shared = {name: options.pop(name) for name in _SHARED if name in options}
     deal = Partition(partition, seed=seed, **({"clients": benchmark.clients} | shared))
     return benchmark.make(deal, None if data_dir is None else Path(data_dir), **options)

@@ -32,7 +32,7 @@ from fot.errors import UserError
 from fot.federation.checkpoint import CheckpointOptions
 from fot.methods import METHODS, Method
 from fot.models import MODELS
-from fot.options import Between, checked, convert, defaults
+from fot.options import Between, check_table, checked, convert, defaults
 from fot.randomness import key
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -95,7 +95,7 @@ class Experiment:
                 raise UserError(f"{name}: {table[name]!r} is not a table; write [{name}] and its keys below")
         part = {name: dict(table.get(name, {})) for name in tables}
         return cls(
-            benchmark=_named("benchmark", part["benchmark"], benchmark_builder),
+            benchmark=benchmark_table(part["benchmark"]),
             model=_named("model", part["model"], model_builder),
             method=_named("method", part["method"], method_class),
             aggregation=_filled(make_aggregation, {"kind": "plain"} | part["aggregation"], "aggregation"),
@@ -124,7 +124,7 @@ class Experiment:
         """The benchmark's stream of tasks."""
         options = _options(self.benchmark)
         if ":" in self.benchmark["name"]:
-            builder = benchmark_builder(self.benchmark["name"])
+            builder = lookup(self.benchmark["name"], BENCHMARKS, "benchmark")
             seeded = "seed" in inspect.signature(builder).parameters
             stream: Stream = builder(**options, **({"seed": self.seed} if seeded else {}))
             return stream
@@ -226,26 +226,17 @@ def model_builder(name: str) -> Callable[..., torch.nn.Module]:
     return found
 
 
-def benchmark_builder(name: str) -> Callable[..., Any]:
-    """What takes the options of a benchmark: of a catalogued one, or a user's ``package.module:function``.
+def benchmark_table(table: Table) -> Table:
+    """The checked options of a benchmark: of a catalogued one, or of a user's ``package.module:function``.
 
-    A user's function takes ``seed`` and options of its own and returns a stream of tasks.
+    A user's function takes ``seed``, if it likes, and options of its own, and returns a stream of tasks.
     """
-    found = lookup(name, BENCHMARKS, "benchmark")
+    found = lookup(_name("benchmark", table), BENCHMARKS, "benchmark")
     if not isinstance(found, Benchmark):
-        return found  # type: ignore[no-any-return]
+        return _named("benchmark", table, lambda name: found)
     options = {"partition": Option(str, "iid"), "data_dir": Option(str, None), **found.options}
-
-    def builder(**_: Any) -> None: ...
-
-    builder.__annotations__ = {name: option.type for name, option in options.items()}
-    builder.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option.default)
-            for name, option in options.items()
-        ]
-    )
-    return builder
+    given = check_table(_options(table), {n: o.type for n, o in options.items()}, "benchmark")
+    return {"name": table["name"], **{n: o.default for n, o in options.items()}, **given}
 
 
 def lookup(name: str, catalogue: Mapping[str, Any], what: str) -> Any:
@@ -273,10 +264,15 @@ def lookup(name: str, catalogue: Mapping[str, Any], what: str) -> Any:
 
 
 def _named(section: str, table: Table, find: Callable[[str], Callable[..., Any]]) -> Table:
-    name = table.pop("name", None)
+    name = _name(section, table)
+    return {"name": name, **_filled(find(name), _options(table), section)}
+
+
+def _name(section: str, table: Table) -> str:
+    name = table.get("name")
     if not isinstance(name, str):
         raise UserError(f"{section}.name: missing; `fot list` shows what there is")
-    return {"name": name, **_filled(find(name), table, section)}
+    return name
 
 
 def _filled(target: Callable[..., Any], table: Table, section: str) -> Table:

@@ -9,7 +9,7 @@ put together then, not even those whose shares came back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -225,10 +225,10 @@ def finish(state: State) -> tuple[tuple[Words, ...], frozenset[int]]:
     return total, received
 
 
-def _expect(client: int, among: object, already: object) -> None:
-    if client not in among:  # type: ignore[operator]
+def _expect(client: int, among: Container[int], already: Container[int]) -> None:
+    if client not in among:
         raise Refusal(f"client {client} has no part in this stage")
-    if client in already:  # type: ignore[operator]
+    if client in already:
         raise Refusal(f"replayed: client {client} has answered this stage")
 
 
