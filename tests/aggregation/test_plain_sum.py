@@ -40,6 +40,29 @@ def test_float32_terms_are_accumulated_in_float64():
     assert summation.close().arrays["a"].item() == 1.0 + 2.0**-23
 
 
+def test_totals_count_as_the_clients_they_are_of():
+    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(1))
+    mixed, rows = open_sum(range(6)), open_sum(range(6))
+    rows.add([0, 1, 2, 3, 4], {"a": x})
+    mixed.add([3], {"a": x[3:4]})
+    total = x[[0, 1, 2, 4]].double().sum(0)
+    mixed.add_total([0, 1, 2, 4], {"a": total}, {"a": torch.float32})
+    total.zero_()  # the sum holds a copy
+    with pytest.raises(UserError, match="added twice"):
+        mixed.add_total([4, 5], {"a": x[0]}, {"a": torch.float32})
+    with pytest.raises(UserError, match="types of 'a'"):
+        mixed.add_total([5], {"a": x[0]}, {"a": torch.float64})
+    one, other = mixed.close(), rows.close()
+    assert one.clients == other.clients and one.bytes_up == other.bytes_up == 12
+    assert one.arrays["a"].dtype == torch.float32
+    torch.testing.assert_close(one.arrays["a"], other.arrays["a"], rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["encoded", "secure"])
+def test_only_plain_sums_take_totals(kind):
+    assert open_sum(range(3), kind).add_total is None and open_sum(range(3)).add_total is not None
+
+
 def test_bytes_are_those_of_one_client():
     summation = open_sum(range(4))
     summation.add([1, 3], {"a": torch.zeros(2, 5, 3), "b": torch.zeros(2, dtype=torch.float64)})

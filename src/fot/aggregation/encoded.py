@@ -41,6 +41,7 @@ class EncodedSummation:
     """A running sum of integers, on the device of the arrays; the codec leaves no room for an overflow."""
 
     discreet = False
+    add_total = None
 
     def __init__(self, codec: Codec, cohort: Sequence[int], kind: Kind) -> None:
         self.codec = codec

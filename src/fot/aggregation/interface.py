@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -13,6 +13,8 @@ from torch import Tensor
 from fot.errors import UserError
 
 Kind = Literal["update", "statistics"]
+AddTotal = Callable[[Sequence[int], dict[str, Tensor], Mapping[str, torch.dtype]], None]
+"""``add_total(clients, totals, dtypes)``; the dtypes are those in which a client would have sent its own."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,13 @@ class Summation(Protocol):
 
     def add(self, clients: Sequence[int], arrays: dict[str, Tensor]) -> None:
         """Add the arrays of `clients`, each of shape ``[len(clients), *shape]``: one row a client."""
+
+    @property
+    def add_total(self) -> AddTotal | None:
+        """Adds arrays that are summed over some clients already; None where each client's own are needed.
+
+        An engine that finds a cohort's sum by one product need not form every client's arrays for it.
+        """
 
     def close(self) -> Sums:
         """Form the sum of all that was added. A client of the cohort that added nothing has dropped out."""
@@ -126,11 +135,19 @@ class Ledger:
         self.closed = False
 
     def enter(self, clients: Sequence[int], arrays: dict[str, Tensor]) -> None:
-        """Note the clients' arrays, or say what is wrong with them; then nothing has changed."""
-        self._open()
+        """Note the clients' arrays, one row each, or say what is wrong with them and change nothing."""
         check_rows(clients, arrays)
         shapes = {name: tuple(array.shape[1:]) for name, array in arrays.items()}
-        dtypes = {name: array.dtype for name, array in arrays.items()}
+        self.note(clients, shapes, {name: array.dtype for name, array in arrays.items()})
+
+    def note(
+        self,
+        clients: Sequence[int],
+        shapes: dict[str, tuple[int, ...]],
+        dtypes: dict[str, torch.dtype],
+    ) -> None:
+        """Note that clients send arrays of these shapes and types."""
+        self._open()
         if self.added and (shapes, dtypes) != (self.shapes, self.dtypes):
             names = sorted(shapes.keys() | self.shapes.keys())
             wrong = [n for n in names if shapes.get(n) != self.shapes.get(n)]

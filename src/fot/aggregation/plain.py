@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -51,8 +51,18 @@ class PlainSummation:
         for name, array in arrays.items():
             if order != list(range(len(order))):
                 array = array[order]
-            total = array.sum(0, dtype=torch.float64)
-            self.totals[name] = self.totals[name].add_(total) if name in self.totals else total
+            self._add(name, array.sum(0, dtype=torch.float64))
+
+    def add_total(
+        self, clients: Sequence[int], totals: dict[str, Tensor], dtypes: Mapping[str, torch.dtype]
+    ) -> None:
+        """Add what is summed over the clients already, as if each had sent arrays of these types."""
+        self.ledger.note(clients, {name: tuple(t.shape) for name, t in totals.items()}, dict(dtypes))
+        for name, total in totals.items():
+            self._add(name, total.to(torch.float64, copy=True))
+
+    def _add(self, name: str, total: Tensor) -> None:
+        self.totals[name] = self.totals[name].add_(total) if name in self.totals else total
 
     def close(self) -> Sums:
         """The totals in the arrays' own dtype; a client sent its arrays and received nothing."""

@@ -202,6 +202,7 @@ class PrivateSummation:
     """
 
     discreet = True
+    add_total = None
 
     def __init__(
         self,

@@ -229,6 +229,7 @@ class PartSummation:
     def __init__(self, summation: Summation) -> None:
         self.outer = summation
         self.discreet = summation.discreet
+        self.add_total = summation.add_total
         inner = summation.inner if isinstance(summation, PrivateSummation) else summation
         if not isinstance(inner, (PlainSummation, EncodedSummation)):
             raise UserError(

@@ -276,6 +276,7 @@ class SecureSummation:
     """One secure sum. Inputs are masked as they are added, and held by the server as one running total."""
 
     discreet = False
+    add_total = None
 
     def __init__(self, parent: SecureAggregation, session: Session, ledger: Ledger, kind: Kind) -> None:
         self.parent = parent
