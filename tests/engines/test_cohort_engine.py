@@ -155,7 +155,7 @@ def test_wide_layers_are_factored(monkeypatch: pytest.MonkeyPatch) -> None:
     model, shape = (lambda: mlp(inputs=90, hidden=(120, 100), classes=CLASSES, dropout=(0.2, 0.5))), (90,)
     training = Training(batch_size=3, epochs=2, lr=0.05, weight_decay=0.5)
     assert_engines_agree(model, FedAvg(), [a_task(shape, (6, 7, 3))], 3, training=training)
-    assert {(120, 90), (100, 120)} <= set(made) and (CLASSES, 100) not in made
+    assert {(1, 120, 90), (1, 100, 120)} <= set(made) and (1, CLASSES, 100) not in made
 
 
 class Tied(nn.Module):

@@ -93,6 +93,21 @@ class RoundKeys:
 
 
 @dataclass(frozen=True)
+class Round:
+    """One round of one run, as an engine is asked to train it."""
+
+    server: Server
+    task: Task
+    cohort: Sequence[int]
+    keys: RoundKeys
+    clients: dict[int, Tree]
+    """The clients' own states."""
+    summation: Summation
+    keep_local: bool = False
+    """Whether each client's own model is wanted besides the sum."""
+
+
+@dataclass(frozen=True)
 class RoundOutcome:
     """What a round's training brought, once its sum was formed."""
 

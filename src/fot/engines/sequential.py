@@ -143,8 +143,11 @@ class SequentialEngine:
     def _data(self, task: Task) -> tuple[Tensor, Tensor]:
         """The task's training data on the device; one task at a time is kept."""
         if self._resident is None or self._resident[0] is not task:
-            self._resident = (task, _placed(task.train_x, self.network), task.train_y.to(self.device))
+            self._resident = (task, *self._placed(task))
         return self._resident[1:]
+
+    def _placed(self, task: Task) -> tuple[Tensor, Tensor]:
+        return _placed(task.train_x, self.network), task.train_y.to(self.device)
 
 
 def _placed(x: Tensor, network: Network) -> Tensor:

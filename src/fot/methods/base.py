@@ -136,6 +136,12 @@ class Method:
             save_tree(server.state, path)
 
     @property
+    def plain(self) -> bool:
+        """Whether clients train by plain SGD on the plain loss, as in federated averaging."""
+        kind = type(self)
+        return kind.loss is Method.loss and kind.precondition is Method.precondition
+
+    @property
     def extracts(self) -> bool:
         """Whether clients have anything to do at the end of a task."""
         return type(self).end_of_task is not Method.end_of_task

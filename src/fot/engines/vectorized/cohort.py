@@ -18,14 +18,32 @@ from fot.randomness import bits, fold
 
 
 class Holdings:
-    """Which samples each client of a task holds: one list for all clients, and where each begins."""
+    """The samples of one task of each of R runs, one after another, and which of them a client holds."""
 
-    def __init__(self, task: Task, device: torch.device) -> None:
-        self.task = task
-        self.sizes = [len(held) for held in task.clients]
-        self.rows = torch.cat([*task.clients, torch.zeros(0, dtype=torch.int64)]).to(device)
-        ends = torch.tensor([0, *self.sizes]).cumsum(0).to(device)
+    def __init__(self, tasks: Sequence[Task], data: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self.tasks = list(tasks)
+        self.x, self.y = (
+            torch.cat(parts) if len(data) > 1 else parts[0] for parts in zip(*data, strict=True)
+        )
+        device = self.x.device
+        held, begin = [torch.zeros(0, dtype=torch.int64)], 0
+        for task, (x, _) in zip(tasks, data, strict=True):
+            held += [rows + begin for rows in task.clients]
+            begin += len(x)
+        self.rows = torch.cat(held).to(device)
+        ends = torch.tensor([len(rows) for rows in held]).cumsum(0).to(device)
         self.begins, self.counts = ends[:-1], ends.diff()
+        numbers = torch.tensor([0, *(len(task.clients) for task in tasks)])
+        self.first = numbers.cumsum(0)[:-1, None].to(device)
+        """``[R, 1]``, the place of each run's client 0 among the clients of all runs."""
+
+    def sizes(self, run: int) -> list[int]:
+        """How many samples each client of a run holds."""
+        return [len(rows) for rows in self.tasks[run].clients]
+
+    def of(self, tasks: Sequence[Task]) -> bool:
+        """Whether these are the holdings of those tasks."""
+        return len(tasks) == len(self.tasks) and all(a is b for a, b in zip(tasks, self.tasks, strict=True))
 
 
 @dataclass(frozen=True)
@@ -55,8 +73,6 @@ class Step:
 
 
 def cohort_steps(
-    task: Task,
-    data: tuple[Tensor, Tensor],
     holdings: Holdings,
     clients: Tensor,
     keys: Tensor,
@@ -72,14 +88,14 @@ def cohort_steps(
     Parameters
     ----------
     clients, keys
-        ``[C]`` clients, and the round's three keys (order, dropout, augment), on the device.
+        ``[R, C/R]`` clients of each run, and each run's three keys (order, dropout, augment), ``[R, 3]``;
+        on the device.
     shortest, longest
         Bounds of the numbers of samples that these clients hold: steps that all fill need no masks.
     """
-    x, y = data
-    count = holdings.counts[clients]
-    begin = holdings.begins[clients]
-    order, dropout, augment = (fold(key, clients) for key in keys)
+    places = (clients + holdings.first).flatten()
+    count, begin = holdings.counts[places], holdings.begins[places]
+    order, dropout, augment = (fold(keys[:, k : k + 1], clients).flatten() for k in range(3))
     position = torch.arange(longest, device=clients.device)
     present = position < count[:, None]
     own_steps = (count + batch_size - 1) // batch_size
@@ -91,20 +107,25 @@ def cohort_steps(
             piece = slice(j * batch_size, min(longest, (j + 1) * batch_size))
             rows, valid = held[:, piece].flatten(), present[:, piece]
             step = own_steps * epoch + j
-            inputs = x[rows]
-            if task.augment is not None:
-                inputs = task.augment(
-                    inputs, fold(fold(augment, step)[:, None], position[: valid.shape[1]]).flatten()
-                )
+            inputs, index = holdings.x[rows], holdings.tasks[0].index
+            if any(task.augment for task in holdings.tasks):
+                own = fold(fold(augment, step)[:, None], position[: valid.shape[1]]).flatten()
+                inputs = _augmented(holdings.tasks, inputs, own)
             everyone, full = shortest > piece.start, shortest >= piece.stop
             number = valid.sum(1, keepdim=True).clamp(min=1)
             weight = valid.to(dtype) / number.to(dtype)
             yield Step(
-                FoldedBatch(inputs, y[rows], task.index, weight.flatten(), len(clients)),
+                FoldedBatch(inputs, holdings.y[rows], index, weight.flatten(), len(places)),
                 None if full else valid.flatten(),
                 None if everyone else valid[:, 0],
                 fold(dropout, step),
             )
+
+
+def _augmented(tasks: Sequence[Task], inputs: Tensor, keys: Tensor) -> Tensor:
+    """The samples, run after run, as each run's task augments them."""
+    parts = zip(tasks, inputs.chunk(len(tasks)), keys.chunk(len(tasks)), strict=True)
+    return torch.cat([task.augment(x, own) if task.augment else x for task, x, own in parts])
 
 
 def chunks(cohort: Sequence[int], sizes: Sequence[int], most: int) -> Iterator[list[int]]:

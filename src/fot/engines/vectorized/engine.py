@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,15 +11,19 @@ from torch import Tensor, nn
 
 from fot.aggregation import Summation
 from fot.benchmarks.stream import Task
-from fot.engines.base import RoundKeys, RoundOutcome, Training
+from fot.engines.base import Round, RoundKeys, RoundOutcome, Training
 from fot.engines.sequential import LOSS, SequentialEngine
 from fot.engines.vectorized.cohort import Holdings, chunks, cohort_steps
 from fot.engines.vectorized.graph import GraphedRound
 from fot.engines.vectorized.local import LocalTraining, stacked_states
 from fot.engines.vectorized.stacked import CannotBatch
 from fot.engines.vectorized.steps import NeedsAutograd
+from fot.layers.find import is_head
 from fot.methods.base import Method, Server
 from fot.network import Network, Tree
+
+Piece = tuple[list[int], ...]
+"""The clients that train at once: a list for each run, all of one length."""
 
 CPU_BYTES = 128 << 20
 """Weights of the clients that train at once on a CPU: more brings no speed there."""
@@ -53,6 +57,7 @@ class VectorizedEngine(SequentialEngine):
         """Why the last round was trained one client after another; None where it was not."""
         self._local = LocalTraining(network, method, training)
         self._held: Holdings | None = None
+        self._alike: list[str] = []
         self._graphs: dict[object, GraphedRound] = {}
         self._verdicts: dict[object, str | None] = {}
 
@@ -68,105 +73,183 @@ class VectorizedEngine(SequentialEngine):
         keep_local: bool = False,
     ) -> RoundOutcome:
         """Train the cohort from the server's model and sum the updates."""
-        if self._held is None or self._held.task is not task:
-            self._held = Holdings(task, self.device)
+        round = Round(server, task, cohort, keys, clients, summation, keep_local)
+        self.fallback = self._verdict([round])
+        if self.fallback is None:
+            return self._train([round])[0]
+        warnings.warn(f"clients train one after another: {self.fallback}", stacklevel=2)
+        return super().train(server, task, cohort, keys, clients, summation, keep_local=keep_local)
+
+    def train_together(self, rounds: Sequence[Round]) -> list[RoundOutcome] | None:
+        """Train the cohorts of several runs at once; None where each run must train by itself.
+
+        The runs' networks, training and local methods must be this engine's; models and data may differ.
+        """
+        if (
+            len(rounds) > self._most(rounds[0].server.params)
+            or len({(len(round.cohort), round.task.index) for round in rounds}) > 1
+            or self._verdict(rounds) is not None
+        ):
+            return None
+        return self._train(rounds)
+
+    def _train(self, rounds: Sequence[Round]) -> list[RoundOutcome]:
+        excluded: list[list[int]] = [[] for _ in rounds]
+        local_params: list[dict[int, Tree]] = [{} for _ in rounds]
+        for piece in self._pieces(rounds):
+            if self._add_totals(rounds, piece):
+                continue
+            changes = self.local_cohort(rounds, piece, totals=False)
+            for r, (round, part) in enumerate(zip(rounds, piece, strict=True)):
+                own = {name: stack.chunk(len(rounds))[r] for name, stack in changes.items()}
+                finite = [True] * len(part) if round.summation.discreet else _finite(own)
+                if not all(finite):
+                    kept = torch.tensor(finite, device=self.device)
+                    own = {name: stack[kept] for name, stack in own.items()}
+                good = [client for client, ok in zip(part, finite, strict=True) if ok]
+                excluded[r] += [client for client in part if client not in good]
+                if good:
+                    round.summation.add(good, own)
+                if round.keep_local:
+                    params = round.server.params
+                    local_params[r] |= {
+                        client: {**params, **{n: params[n] + t[row] for n, t in own.items() if n != LOSS}}
+                        for row, client in enumerate(good)
+                    }
+        return [
+            RoundOutcome(
+                round.summation.close() if len(out) < len(round.cohort) else None,
+                tuple(client for client in round.cohort if client in out),
+                own_params,
+            )
+            for round, out, own_params in zip(rounds, excluded, local_params, strict=True)
+        ]
+
+    def _add_totals(self, rounds: Sequence[Round], piece: Piece) -> bool:
+        """Add the sums over a piece's clients, where nobody wants their own arrays; False where it cannot be.
+
+        It cannot, too, where a sum is not finite: then each client is looked at.
+        """
+        adders = [round.summation.add_total for round in rounds]
+        if any(round.keep_local for round in rounds) or not all(adders):
+            return False
+        changes = self.local_cohort(rounds, piece, totals=True)
+        if not bool(torch.stack([total.sum() for total in changes.values()]).isfinite().all()):
+            return False
+        losses = changes.pop(LOSS)
+        dtypes = {name: rounds[0].server.params[name].dtype for name in changes} | {LOSS: losses.dtype}
+        sums = changes | {LOSS: losses.view(len(rounds), -1).sum(1, dtype=torch.float64)}
+        for r, (add_total, part) in enumerate(zip(adders, piece, strict=True)):
+            assert add_total is not None
+            add_total(part, {name: total[r] for name, total in sums.items()}, dtypes)
+        return True
+
+    def _pieces(self, rounds: Sequence[Round]) -> Iterator[Piece]:
+        """The clients that train at once: as many of each run, those of like numbers of samples together."""
+        most = max(1, self._most(rounds[0].server.params) // len(rounds))
+        held = self._holdings(rounds)
+        return zip(
+            *(chunks(round.cohort, held.sizes(r), most) for r, round in enumerate(rounds)), strict=True
+        )
+
+    def _holdings(self, rounds: Sequence[Round]) -> Holdings:
+        """The data of these rounds' tasks, and with them what is known of training on them."""
+        tasks = [round.task for round in rounds]
+        if self._held is None or not self._held.of(tasks):
+            self._held = Holdings(
+                tasks, [self._data(tasks[0])] if len(tasks) == 1 else [*map(self._placed, tasks)]
+            )
             self._graphs.clear()
             self._verdicts.clear()
-        pieces = list(chunks(cohort, self._held.sizes, self._most(server.params)))
-        self.fallback, states = self._verdict(server, task, pieces, keys, clients)
-        if self.fallback is not None:
-            warnings.warn(f"clients train one after another: {self.fallback}", stacklevel=2)
-            return super().train(server, task, cohort, keys, clients, summation, keep_local=keep_local)
-        excluded: list[int] = []
-        local_params: dict[int, Tree] = {}
-        for piece, state in zip(pieces, states, strict=True):
-            after = self.local_cohort(server, task, piece, keys, state)
-            own = {client: {n: t[row].clone() for n, t in after.items() if n != LOSS}
-                   for row, client in enumerate(piece) if keep_local}  # fmt: skip
-            update = {name: t.sub_(server.params[name]) if name != LOSS else t for name, t in after.items()}
-            finite = [True] * len(piece) if summation.discreet else _finite(update)
-            if not all(finite):
-                kept = torch.tensor(finite, device=self.device)
-                update = {name: stack[kept] for name, stack in update.items()}
-            good = [client for client, ok in zip(piece, finite, strict=True) if ok]
-            excluded += [client for client in piece if client not in good]
-            if good:
-                summation.add(good, update)
-            local_params |= {client: {**server.params, **own[client]} for client in good if keep_local}
-        sums = summation.close() if len(excluded) < len(cohort) else None
-        return RoundOutcome(sums, tuple(c for c in cohort if c in excluded), local_params)
+            self._alike = self._same_in_all(rounds)
+        return self._held
 
-    def _verdict(
-        self, server: Server, task: Task, pieces: list[list[int]], keys: RoundKeys, clients: dict[int, Tree]
-    ) -> tuple[str | None, list[Tree]]:
-        """Why this cohort cannot train at once, or None, and its states stacked.
+    def _verdict(self, rounds: Sequence[Round]) -> str | None:
+        """Why these cohorts cannot train at once, or None.
 
         It follows from the round alone, not from earlier ones: a resumed run must come to the same.
         """
-        own = [clients.get(client, {}) for piece in pieces for client in piece]
+        piece = next(self._pieces(rounds))
+        own = [round.clients.get(client, {}) for round in rounds for client in round.cohort]
         kinds = {tuple((name, tuple(t.shape)) for name, t in sorted(state.items())) for state in own}
         if len(kinds) > 1:
-            return "clients keep states of different kinds", []
+            return "clients keep states of different kinds"
         kind = kinds.pop()
         if kind not in self._verdicts:
             self._verdicts[kind] = None
             try:
-                check_folding(self, server, task, pieces[0], keys, clients)
+                check_folding(self, rounds, piece)
             except CannotBatch as reason:
                 self._verdicts[kind] = str(reason)
-        return self._verdicts[kind], [stacked_states([clients.get(c, {}) for c in piece]) for piece in pieces]
+        return self._verdicts[kind]
 
     def local_cohort(
-        self,
-        server: Server,
-        task: Task,
-        piece: Sequence[int],
-        keys: RoundKeys,
-        state: Tree,
-        *,
-        recorded: bool = True,
+        self, rounds: Sequence[Round], piece: Piece, *, totals: bool, recorded: bool = True
     ) -> Tree:
-        """What the clients send, ``[C, *shape]`` each: their models after local training, their losses."""
-        sizes = [len(task.clients[client]) for client in piece]
-        bounds = min(sizes), max(sizes)
+        """What the clients of a piece send: see ``LocalTraining.run``."""
+        held = self._holdings(rounds)
+        sizes = [held.sizes(r)[client] for r, part in enumerate(piece) for client in part]
         if self.device.type == "cuda":  # one shape, so one graph, for every cohort
-            sizes = [len(held) for held in task.clients if len(held)]
-            bounds = min(sizes), max(sizes)
+            sizes = [size for r in range(len(rounds)) for size in held.sizes(r) if size]
+        bounds = min(sizes), max(sizes)
+        state = stacked_states(
+            [round.clients.get(c, {}) for round, part in zip(rounds, piece, strict=True) for c in part]
+        )
+        keys = [(round.keys.order, round.keys.dropout, round.keys.augment) for round in rounds]
+        models = {
+            name: torch.stack([round.server.params[name] for round in rounds])
+            if len(rounds) > 1
+            else tensor.unsqueeze(0)
+            for name, tensor in rounds[0].server.params.items()
+            if name not in self._alike
+        }
         inputs = {
             "clients": torch.tensor(piece, device=self.device),
-            "keys": torch.tensor([keys.order, keys.dropout, keys.augment], device=self.device),
-            **{f"params/{name}": tensor for name, tensor in server.params.items()},
+            "keys": torch.tensor(keys, device=self.device),
+            **{f"models/{name}": stack for name, stack in models.items()},
+            **{f"shared/{name}": rounds[0].server.params[name] for name in self._alike},
             **{f"state/{name}": tensor for name, tensor in state.items()},
         }
 
         def round_of(given: Tree) -> Tree:
-            return self._round(given, task, *bounds)
+            return self._round(given, *bounds, totals=totals)
 
         if self.device.type != "cuda" or not recorded:
             return round_of(inputs)
-        shape = tuple((name, tensor.shape) for name, tensor in inputs.items())
+        shape = (totals, *((name, tensor.shape) for name, tensor in inputs.items()))
         if shape not in self._graphs:
             self._graphs[shape] = GraphedRound(round_of, inputs)
         return self._graphs[shape](inputs)
 
-    def _round(self, inputs: Tree, task: Task, shortest: int, longest: int) -> Tree:
+    def _round(self, inputs: Tree, shortest: int, longest: int, *, totals: bool) -> Tree:
         """A round as a function of tensors alone, so that a GPU can record it."""
-        training = self.training
-        assert self._held is not None
-        count = len(inputs["clients"])
+        training, held = self.training, self._held
+        assert held is not None
         while True:
             steps = cohort_steps(
-                task, self._data(task), self._held, inputs["clients"], inputs["keys"],
-                shortest=shortest, longest=longest, epochs=training.epochs, batch_size=training.batch_size,
-                dtype=self.network.dtype,
+                held, inputs["clients"], inputs["keys"], shortest=shortest, longest=longest,
+                epochs=training.epochs, batch_size=training.batch_size, dtype=self.network.dtype,
             )  # fmt: skip
             number = -(-longest // training.batch_size) * training.epochs
             try:
                 return self._local.run(
-                    _under("params/", inputs), task.index, count, steps, number, _under("state/", inputs)
-                )
+                    _under("models/", inputs), _under("shared/", inputs), held.tasks[0].index,
+                    inputs["clients"].numel(), steps, number, _under("state/", inputs), totals=totals,
+                )  # fmt: skip
             except NeedsAutograd as weight:
                 self._local.by_autograd.add(weight.name)
+
+    def _same_in_all(self, rounds: Sequence[Round]) -> list[str]:
+        """What of the model is not trained on this task and is the same in all runs."""
+        trained, moving, _ = self._local.names(rounds[0].task.index)
+        first, *others = (round.server.params for round in rounds)
+        return [
+            name
+            for name, tensor in first.items()
+            if name not in {*trained, *moving}
+            # Heads of other tasks may differ: nothing reads them.
+            and (is_head(self.network.module, name) or all(torch.equal(tensor, o[name]) for o in others))
+        ]
 
     def _most(self, params: Tree) -> int:
         """How many clients train at once. A rule, not a measurement: a resumed run must choose alike."""
@@ -182,25 +265,53 @@ class VectorizedEngine(SequentialEngine):
 
 
 def check_folding(
-    engine: VectorizedEngine,
-    server: Server,
-    task: Task,
-    cohort: Sequence[int],
-    keys: RoundKeys,
-    clients: dict[int, Tree],
-    tolerance: float = 1e-10,
+    engine: VectorizedEngine, rounds: Sequence[Round], piece: Piece, tolerance: float = 1e-10
 ) -> None:
     """Train a tiny cohort folded and client by client, in float64, and compare.
 
     Some operations mix samples without meeting a parameter (a mean over the batch, say), and no rule
-    sees them; a method may do so too. This does: three clients, with four, six and two of their samples.
+    sees them; a method may do so too. This does: a few clients, with six, four and two of their samples.
 
     Raises
     ------
     CannotBatch
         Where the two differ by more than ``tolerance``, or something has no rule.
     """
-    few = list(cohort)[:3]
+    few = [
+        _tiny(round, part[: 3 if len(rounds) == 1 else 2])
+        for round, part in zip(rounds[:2], piece[:2], strict=True)
+    ]
+    network = Network(engine.network.module, device=engine.device, dtype=torch.float64)
+    training = replace(engine.training, batch_size=4, epochs=min(2, engine.training.epochs))
+    one_by_one = SequentialEngine(network, engine.method, training)
+    at_once = VectorizedEngine(network, engine.method, training)
+    at_once._local.by_autograd = engine._local.by_autograd
+    own = tuple(list(round.cohort) for round in few)
+    try:
+        folded = at_once.local_cohort(few, own, totals=False, recorded=False)
+        totals = at_once.local_cohort(few, own, totals=True, recorded=False)
+        alone = [
+            (one_by_one.local_training(r.server, r.task, c, r.keys, r.clients.get(c, {})), r)
+            for r in few
+            for c in r.cohort
+        ]
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        raise CannotBatch(f"the folded cohort fails ({str(error).splitlines()[0]})") from error
+    if not engine.method.plain:  # of another loss only a share is told
+        del folded[LOSS]
+    for name, stack in folded.items():
+        wanted = torch.stack(
+            [loss if name == LOSS else params[name] - r.server.params[name] for (params, loss), r in alone]
+        )
+        sums = wanted if name == LOSS else wanted.view(len(few), -1, *wanted.shape[1:]).sum(1)
+        for got, right in ((stack, wanted), (totals[name], sums)):
+            if not torch.allclose(got, right.to(got), rtol=tolerance, atol=tolerance, equal_nan=True):
+                raise CannotBatch(f"trained at once, clients differ from clients trained alone (in {name})")
+
+
+def _tiny(round: Round, few: Sequence[int]) -> Round:
+    """A round of a few clients with a few samples each, in float64."""
+    task = round.task
     # Even numbers: a batch-norm must not be left with a last batch of one sample, which it refuses.
     number = {c: min(n, len(task.clients[c]) // 2 * 2 or 1) for c, n in zip(few, (6, 4, 2), strict=False)}
     cut = {client: task.clients[client][:n] for client, n in number.items()}
@@ -215,27 +326,13 @@ def check_folding(
         train_y=task.train_y[rows.to(task.train_y.device)],
         clients=tuple(held.get(client, rows[:0]) for client in range(max(few) + 1)),
     )
-    network = Network(engine.network.module, device=engine.device, dtype=torch.float64)
-    training = replace(engine.training, batch_size=4, epochs=min(2, engine.training.epochs))
-    exact = Server(_double(server.params), _double(server.state))
-    own_states = {client: _double(clients[client]) for client in few if client in clients}
-    one_by_one = SequentialEngine(network, engine.method, training)
-    at_once = VectorizedEngine(network, engine.method, training)
-    at_once._local.by_autograd = engine._local.by_autograd
-    at_once._held = Holdings(small, engine.device)
-    state = stacked_states([own_states.get(client, {}) for client in few])
-    try:
-        folded = at_once.local_cohort(exact, small, few, keys, state, recorded=False)
-        alone = [one_by_one.local_training(exact, small, c, keys, own_states.get(c, {})) for c in few]
-    except (RuntimeError, ValueError, IndexError, TypeError) as error:
-        raise CannotBatch(f"the folded cohort fails ({str(error).splitlines()[0]})") from error
-    for row, (params, loss) in enumerate(alone):
-        wanted = params | ({LOSS: loss} if engine._local.plain else {})  # else a share of the loss is spread
-        for name in (name for name in folded if name in wanted):
-            if not torch.allclose(
-                folded[name][row], wanted[name], rtol=tolerance, atol=tolerance, equal_nan=True
-            ):
-                raise CannotBatch(f"trained at once, clients differ from clients trained alone (in {name})")
+    return replace(
+        round,
+        server=Server(_double(round.server.params), _double(round.server.state)),
+        task=small,
+        cohort=list(few),
+        clients={client: _double(round.clients[client]) for client in few if client in round.clients},
+    )
 
 
 def _finite(update: Tree) -> list[bool]:

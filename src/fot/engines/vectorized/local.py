@@ -16,7 +16,7 @@ from fot.engines.vectorized.cohort import FoldedBatch, Step
 from fot.engines.vectorized.folding import Fold
 from fot.engines.vectorized.masks import cohort_dropout
 from fot.engines.vectorized.stacked import Stacked
-from fot.engines.vectorized.steps import LocalBias, LocalWeight, Pace
+from fot.engines.vectorized.steps import LocalBias, LocalWeight, Pace, spread, total_change
 from fot.methods.base import Method
 from fot.network import Network, Tree
 
@@ -67,50 +67,59 @@ class LocalTraining:
 
     _names: dict[int, tuple[list[str], list[str], list[str]]] = field(default_factory=dict)
 
-    @property
-    def plain(self) -> bool:
-        """Whether local training is plain SGD on the plain loss, which a backward pass can step itself."""
-        kind = type(self.method)
-        return kind.loss is Method.loss and kind.precondition is Method.precondition
-
     def run(
-        self, params: Tree, task: int, clients: int, steps: Iterator[Step], number: int, state: Tree
+        self,
+        models: Tree,
+        shared: Tree,
+        task: int,
+        clients: int,
+        steps: Iterator[Step],
+        number: int,
+        state: Tree,
+        *,
+        totals: bool,
     ) -> Tree:
-        """Train from the model that all clients were sent.
+        """Train from the models that the clients were sent: R runs' models, C/R clients of each.
 
         Parameters
         ----------
-        params
-            The server's model; left as it is.
+        models
+            What the runs' servers sent, ``[R, *shape]`` each; left as it is.
+        shared
+            What of the model is the same in all runs and is not trained.
         steps, number
             The steps of the round, and how many there are.
         state
             The clients' own states, stacked.
+        totals
+            Whether the sums over each run's clients are wanted, or each client's own update.
 
         Returns
         -------
         Tree
-            What clients send, ``[C, *shape]`` each: trained parameters and running statistics after
-            training, and ``metric/loss``, the mean loss on the way. The tensors are the caller's own.
+            What clients send: the changes of trained parameters and running statistics, ``[C, *shape]``
+            each, or their sums ``[R, *shape]`` in float64; and ``metric/loss`` ``[C]``, the mean loss on
+            the way. The tensors are the caller's own.
         """
-        trained, moving, sent = self.names(task)
+        trained, _, sent = self.names(task)
         pace = Pace(self.training.lr, number)
-        network = FoldedNetwork(self.network, clients, {*trained, *moving})
+        network = FoldedNetwork(self.network, clients, set(models))
         tick = torch.zeros((), device=self.network.device, requires_grad=True)
-        if self.plain:
+        if self.method.plain:
             weights, biases = _layers(self.network.module)
-            own = [name for name in trained if name not in self.by_autograd]
+            free = [name for name in trained if name not in self.by_autograd]
             network.local = {
-                **{n: LocalWeight(n, params[n], clients, pace, tick) for n in own if n in weights},
-                **{n: LocalBias(n, params[n], clients, pace) for n in own if biases.get(n) in own},
+                **{n: LocalWeight(n, models[n], clients, pace, tick) for n in free if n in weights},
+                **{n: LocalBias(n, models[n], clients, pace) for n in free if biases.get(n) in free},
             }
         leaves = [name for name in trained if name not in network.local]
-        params = dict(params)
-        for name, _ in self.network.module.named_buffers():
-            params[name] = params[name].clone()
-        for name in [*trained, *moving]:
-            stack = params[name].expand(clients, *params[name].shape)
-            params[name] = stack if name in network.local else stack.clone()
+        buffers = {name for name, _ in self.network.module.named_buffers()}
+        params = {name: tensor.clone() if name in buffers else tensor for name, tensor in shared.items()}
+        for name, model in models.items():
+            if name in network.local:  # stands for the clients' weights, which the layer itself holds
+                params[name] = model[0].expand(clients, *model.shape[1:])
+            else:
+                params[name] = spread(model, clients).clone()
         losses: list[Tensor] = []
         taken: list[Tensor | int] = []
         for step in steps:
@@ -120,20 +129,26 @@ class LocalTraining:
                 params[name].requires_grad_()
             with cohort_dropout(step.dropout):
                 loss = self.method.loss(network, params, step.batch, state)
-            found = torch.autograd.grad(loss, [tick, *(params[name] for name in leaves)], allow_unused=True)
+            found = torch.autograd.grad(loss, [tick, *(params[n] for n in leaves)], allow_unused=True)
             gradients = {name: g for name, g in zip(leaves, found[1:], strict=True) if g is not None}
             self._step(params, self.method.precondition(network, gradients, state), step)
-            losses.append(_own_losses(loss.detach(), step, self.plain))
+            losses.append(_own_losses(loss.detach(), step, self.method.plain))
             taken.append(1 if step.active is None else step.active)
-        for name, local in network.local.items():
-            params[name] = local.stack()
-        for name in set(sent) - network.stacked:
-            params[name] = params[name].expand(clients, *params[name].shape).clone()
-        params[LOSS] = sum(losses, torch.zeros_like(losses[0])) / sum(taken)
-        return {name: params[name].detach() for name in (*sent, LOSS)}
+        changes = {LOSS: (sum(losses, torch.zeros_like(losses[0])) / sum(taken)).detach()}
+        for name in sent:
+            own, base = network.local.get(name), models.get(name)
+            if base is None:  # a buffer that nobody moves
+                rows = len(models[trained[0]]) if totals else clients
+                changes[name] = shared[name].new_zeros(rows, *shared[name].shape)
+            elif totals:
+                changes[name] = own.total() if own else total_change(params[name].detach(), base)
+            else:
+                stack = own.stack() if own else params[name].detach()
+                changes[name] = stack - spread(base, clients)
+        return changes
 
     def names(self, task: int) -> tuple[list[str], list[str], list[str]]:
-        """What a task trains, what else it moves (running statistics), and what clients send of all that."""
+        """What a task trains, what else it moves (running statistics), and what clients send."""
         if task not in self._names:
             trained = self.network.trained(task)
             self._names = {task: (trained, _moving(self.network.module), [*trained, *self.network.carried()])}

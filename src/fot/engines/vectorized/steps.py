@@ -8,6 +8,10 @@ traffic of "form the gradients, then step". Two forms, both exact:
 - factored: in one round a client takes S steps of n rows, so its update has rank <= S·n. Where that is
   small against W, all clients share the W they were sent, and each keeps the rows X_h and output
   gradients D_h of its steps: its weights are s·(W - lr·Σ D_hᵀX_h), with s the product of the decays.
+
+Clients of several runs may train at once: R models, the same number of clients from each, run after run.
+Where only sums are wanted, ``total`` forms them without the clients' own weights: of factored ones, by
+one product over the rows of all clients.
 """
 
 from __future__ import annotations
@@ -47,18 +51,19 @@ class LocalWeight:
     --------
     Two clients, one step each on their own sample; the layer starts at zero and D is 1 everywhere.
 
-    >>> local = LocalWeight("fc", torch.zeros(1, 2), clients=2, pace=Pace(lr=0.5, steps=1))
+    >>> local = LocalWeight("fc", torch.zeros(1, 1, 2), clients=2, pace=Pace(lr=0.5, steps=1))
     >>> x, tick = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), local.tick
     >>> _ = torch.autograd.grad(local.apply(Linear(), x).sum(), tick, allow_unused=True)
-    >>> local.stack().tolist()
-    [[[-0.5, -1.0]], [[-1.5, -2.0]]]
+    >>> local.stack().tolist(), local.total().tolist()
+    ([[[-0.5, -1.0]], [[-1.5, -2.0]]], [[[-2.0, -3.0]]])
     """
 
     def __init__(
         self, name: str, weight: Tensor, clients: int, pace: Pace, tick: Tensor | None = None
     ) -> None:
         self.name = name
-        self.shared = weight
+        self.sent = weight
+        """What the clients were sent, ``[R, *shape]``."""
         self.clients = clients
         self.pace = pace
         # Autograd visits what leads to a tensor it was asked about: every layer hangs on this one.
@@ -87,16 +92,22 @@ class LocalWeight:
     def stack(self) -> Tensor:
         """The clients' weights now, ``[C, *shape]``."""
         if self.form is None:  # a layer that was not used
-            return self.shared.expand(self.clients, *self.shared.shape).clone()
+            return spread(self.sent, self.clients).clone()
         return self.form.stack()
+
+    def total(self) -> Tensor:
+        """The sum of the clients' changes, ``[R, *shape]``, in float64."""
+        if self.form is None:
+            return torch.zeros_like(self.sent, dtype=torch.float64)
+        return self.form.total()
 
     def _choose(self, operation: Linear | Convolution, x: Tensor) -> _Dense | _Factored:
         if isinstance(operation, Linear):
-            outputs, inputs = self.shared.shape
+            outputs, inputs = self.sent.shape[1:]
             rows = x.numel() // inputs // self.clients * self.pace.steps
             if 2 * rows * (inputs + outputs) < inputs * outputs:
-                return _Factored(self.shared, self.clients, rows)
-        return _Dense(self.shared, self.clients)
+                return _Factored(self.sent, self.clients, rows)
+        return _Dense(self.sent, self.clients)
 
 
 class LocalBias:
@@ -105,7 +116,8 @@ class LocalBias:
     def __init__(self, name: str, bias: Tensor, clients: int, pace: Pace) -> None:
         self.name = name
         self.pace = pace
-        self.values = bias.repeat(clients, 1)
+        self.sent = bias
+        self.values = spread(bias, clients).clone()
         self.waiting = False
 
     def refuse(self) -> None:
@@ -123,6 +135,24 @@ class LocalBias:
     def stack(self) -> Tensor:
         """The clients' biases now, ``[C, out]``."""
         return self.values
+
+    def total(self) -> Tensor:
+        """The sum of the clients' changes, ``[R, out]``, in float64."""
+        return total_change(self.values, self.sent)
+
+
+def spread(sent: Tensor, clients: int) -> Tensor:
+    """What each client was sent, ``[C, *shape]``, of the R models ``[R, *shape]``; of one model a view."""
+    if len(sent) == 1:
+        return sent.expand(clients, *sent.shape[1:])
+    return sent.repeat_interleave(clients // len(sent), dim=0)
+
+
+def total_change(stack: Tensor, sent: Tensor) -> Tensor:
+    """The sum over each model's clients of what they changed, in float64: ``[C, ...]`` to ``[R, ...]``."""
+    clients = len(stack) // len(sent)
+    held = stack.reshape(len(sent), clients, *stack.shape[1:]).sum(1, dtype=torch.float64)
+    return held.sub_(sent, alpha=clients)
 
 
 class _Stepped(torch.autograd.Function):
@@ -149,10 +179,11 @@ class _Stepped(torch.autograd.Function):
 
 
 class _Dense:
-    def __init__(self, weight: Tensor, clients: int) -> None:
-        self.weight = weight.expand(clients, *weight.shape)
-        self.own = False
-        """Whether clients have weights of their own yet: before the first step they are the server's."""
+    def __init__(self, sent: Tensor, clients: int) -> None:
+        self.sent = sent
+        self.weight = spread(sent, clients)
+        self.own = len(sent) > 1
+        """Whether clients have weights of their own yet: before the first step one model serves all."""
 
     def forward(self, operation: Linear | Convolution, x: Tensor, pace: Pace) -> Tensor:
         return operation.forward(x, self.weight.to(x.dtype))
@@ -179,21 +210,24 @@ class _Dense:
     def stack(self) -> Tensor:
         return self.weight
 
+    def total(self) -> Tensor:
+        return total_change(self.weight, self.sent)
+
 
 class _Factored:
-    def __init__(self, weight: Tensor, clients: int, rows: int) -> None:
-        self.weight = weight
-        self.x = weight.new_empty(clients, rows, weight.shape[1])
-        self.d = weight.new_empty(clients, rows, weight.shape[0])
-        self.scale = weight.new_ones(clients, 1, 1)
+    def __init__(self, sent: Tensor, clients: int, rows: int) -> None:
+        self.sent = sent
+        self.x = sent.new_empty(clients, rows, sent.shape[2])
+        self.d = sent.new_empty(clients, rows, sent.shape[1])
+        self.scale = sent.new_ones(clients, 1, 1)
         self.filled = 0
         self.lr = 0.0
 
     def forward(self, operation: Linear, x: Tensor, pace: Pace) -> Tensor:
-        return self._corrected(x, self.weight.t(), self.x, self.d, pace)
+        return self._corrected(x, self.sent.mT, self.x, self.d, pace)
 
     def backward(self, operation: Linear, d: Tensor, x: Tensor, pace: Pace, samples: bool) -> Tensor | None:
-        below = self._corrected(d, self.weight, self.d, self.x, pace) if samples else None
+        below = self._corrected(d, self.sent, self.d, self.x, pace) if samples else None
         keep, clients = pace.keep, len(self.scale)
         self.scale = self.scale * (keep.reshape(-1, 1, 1) if isinstance(keep, Tensor) else keep)
         n = x.numel() // x.shape[-1] // clients
@@ -204,19 +238,27 @@ class _Factored:
         self.lr = pace.lr
         return below
 
-    def _corrected(self, rows: Tensor, matrix: Tensor, first: Tensor, second: Tensor, pace: Pace) -> Tensor:
+    def _corrected(self, rows: Tensor, models: Tensor, first: Tensor, second: Tensor, pace: Pace) -> Tensor:
         """s·(rows·M - lr·(rows·firstᵀ)·second): forward with (X_h, D_h), backward with (D_h, X_h)."""
-        shape = (*rows.shape[:-1], matrix.shape[1])
-        kind = rows.dtype
-        result = (rows.flatten(0, -2) @ matrix.to(kind)).view(len(self.scale), -1, matrix.shape[1])
+        shape, clients, kind = (*rows.shape[:-1], models.shape[-1]), len(self.scale), rows.dtype
+        # Clients of one model share it: their rows make one large product.
+        shared = rows.reshape(len(models), -1, rows.shape[-1]) @ models.to(kind)
+        result = shared.view(clients, -1, models.shape[-1])
         if self.filled:
-            met = torch.bmm(
-                rows.reshape(len(self.scale), -1, rows.shape[-1]), first[:, : self.filled].mT.to(kind)
-            )
+            met = torch.bmm(rows.reshape(clients, -1, rows.shape[-1]), first[:, : self.filled].mT.to(kind))
             result = result.baddbmm_(met, second[:, : self.filled].to(kind), alpha=-pace.lr)
         return result.mul_(self.scale).view(shape)
 
     def stack(self) -> Tensor:
         x, d = self.x[:, : self.filled], self.d[:, : self.filled]
-        whole = self.weight.expand(len(x), *self.weight.shape)
+        whole = spread(self.sent, len(x))
         return torch.baddbmm(whole, d.mT, x, alpha=-self.lr).mul_(self.scale)
+
+    def total(self) -> Tensor:
+        """Σ s·(W - lr·Σ D_hᵀX_h) - W over each model's clients: one product over all their rows."""
+        models = len(self.sent)
+        x = self.x[:, : self.filled].reshape(models, -1, self.x.shape[-1])
+        d = (self.d[:, : self.filled] * self.scale).reshape(models, -1, self.d.shape[-1])
+        scale = self.scale.view(models, -1, 1)
+        decayed = self.sent.double() * (scale.sum(1, keepdim=True, dtype=torch.float64) - scale.shape[1])
+        return decayed.sub_(torch.bmm(d.mT, x), alpha=self.lr)
