@@ -45,6 +45,14 @@ Partition = Annotated[str | None, typer.Option(help="How data are dealt to clien
 EngineName = Annotated[str | None, typer.Option(help="Where clients compute.")]
 DataDir = Annotated[Path | None, typer.Option(help="Folder of the data sets; FOT_DATA by default.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")]
+Job = tuple[Any, Path, dict[str, Any]]
+"""An experiment, its folder, and what tells it apart in its summary."""
+Together = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Runs that train at once, 1 for one after another; by default what memory allows."
+    ),
+]
 
 
 @app.command()
@@ -53,42 +61,56 @@ def run(
     method: Annotated[str | None, typer.Option(help="A method, or your own as package.module:Class.")] = None,
     partition: Partition = None,
     seed: Annotated[int | None, typer.Option(min=0)] = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="So many runs, of this seed and those after it.")
+    ] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=A,B,...",
+            help="A run for each value, e.g. method.threshold=0.9,0.95; repeatable, for every combination.",
+        ),
+    ] = None,
     engine: EngineName = None,
     device: Device = None,
     data_dir: DataDir = None,
     out: Out = None,
     sets: Set = None,
+    together: Together = None,
     resume: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Go on with the interrupted run in this folder.")
     ] = None,
 ) -> None:
-    """Run one method on one recipe, or go on with an interrupted run."""
-    from fot.federation.experiment import resolve
+    """Run one method on one recipe, for one or several seeds and settings; or go on with a run."""
+    from fot.federation.experiment import resolve, swept
     from fot.federation.launch import default_path, settings_of
     from fot.results.table import run_table
 
     _use_data(data_dir)
-    changes = (method, partition, seed, engine, device, out, sets)
+    changes = (method, partition, seed, seeds, sweep, engine, device, out, sets, together)
     if (recipe is None) == (resume is None) or (resume and any(c is not None for c in changes)):
         raise UserError("give a recipe, or --resume DIR alone: an interrupted run keeps its settings")
-    experiment = (
-        settings_of(resume)
-        if resume
-        else resolve(
-            str(recipe),
-            method=method,
-            partition=partition,
-            seed=seed,
-            engine=engine,
-            device=device,
-            sets=sets or (),
-        )
-    )
-    path = resume or out or default_path(_root(str(recipe)), experiment)
-    summary = _run(experiment, path, "")
-    console.print()
-    console.print(run_table(summary))
-    console.print(f"report: {path / 'report.html'}", soft_wrap=True)
+    if resume:
+        jobs: list[Job] = [(settings_of(resume), resume, {})]
+    else:
+        jobs = []
+        for values in swept(sweep or ()):
+            for s in [seed] if seeds is None else range(seed or 0, (seed or 0) + seeds):
+                experiment = resolve(
+                    str(recipe), method=method, partition=partition, seed=s, engine=engine, device=device,
+                    sets=sets or (), values=values,
+                )  # fmt: skip
+                path = default_path(out or _root(str(recipe)), experiment, values)
+                jobs.append((experiment, path, {"sweep": values} if values else {}))
+        if len(jobs) == 1:
+            jobs = [(jobs[0][0], out or jobs[0][1], {})]
+    summaries = _run_all(jobs, together)
+    if len(jobs) > 1:
+        _compared([path for _, path, _ in jobs], out or _root(str(recipe)))
+    elif not console.quiet:
+        console.print()
+        console.print(run_table(summaries[0]))
+        console.print(f"report: {jobs[0][1] / 'report.html'}", soft_wrap=True)
 
 
 @app.command()
@@ -104,12 +126,11 @@ def compare(
     data_dir: DataDir = None,
     out: Out = None,
     sets: Set = None,
+    together: Together = None,
 ) -> None:
     """Run several methods over several seeds on one recipe, or compare runs that are there."""
     from fot.federation.experiment import resolve
     from fot.federation.launch import default_path
-    from fot.results import RunFolder, write_comparison
-    from fot.results.table import comparison_table
 
     _use_data(data_dir)
     if methods:
@@ -123,18 +144,11 @@ def compare(
             for s in range(seeds)
         ]
         paths = [default_path(root, experiment) for experiment in experiments]
-        for number, (experiment, path) in enumerate(zip(experiments, paths, strict=True), start=1):
-            _run(experiment, path, f"{number}/{len(paths)} ")
-        if console.quiet:
-            return
+        _run_all([(e, path, {}) for e, path in zip(experiments, paths, strict=True)], together)
     else:
         paths = [path for name in what for path in _run_folders(Path(name))]
         root = out or (Path(what[0]) if len(what) == 1 else Path("runs"))
-    summaries = [RunFolder.open(path).read_summary() for path in paths]
-    report = write_comparison(paths, root / "comparison.html")
-    console.print()
-    console.print(comparison_table(summaries))
-    console.print(f"report: {report}", soft_wrap=True)
+    _compared(paths, root)
 
 
 @app.command()
@@ -279,17 +293,43 @@ def main() -> None:
         sys.exit(1)
 
 
-def _run(experiment: Any, path: Path, prefix: str) -> dict[str, Any]:
-    from fot.federation.launch import finished, launch
+def _run_all(jobs: list[Job], together: int | None) -> list[dict[str, Any]]:
+    """Run experiments in their folders, those that are alike side by side; the summaries in their order."""
+    from fot.federation.launch import finished, groups, launch_together
     from fot.results.progress import display
 
-    partition = experiment.benchmark.get("partition", "iid")
-    names = (experiment.benchmark["name"], experiment.method["name"], partition, f"seed {experiment.seed}")
-    title = prefix + " ".join(map(str, names))
-    if finished(experiment, path):
-        console.print(f"{title}: already run, read from {path}", highlight=False, soft_wrap=True)
-    with display(console, title) as shown:
-        return launch(experiment, path, shown)
+    titles = []
+    for number, (experiment, path, note) in enumerate(jobs, start=1):
+        partition = experiment.benchmark.get("partition", "iid")
+        names = (experiment.benchmark["name"], experiment.method["name"], partition)
+        swept = [f"{key.rpartition('.')[2]} {value}" for key, value in note.get("sweep", {}).items()]
+        prefix = f"{number}/{len(jobs)} " if len(jobs) > 1 else ""
+        titles.append(prefix + " ".join(map(str, (*names, *swept, f"seed {experiment.seed}"))))
+        if finished(experiment, path):
+            console.print(f"{titles[-1]}: already run, read from {path}", highlight=False, soft_wrap=True)
+    summaries: dict[int, dict[str, Any]] = {}
+    for group in groups([experiment for experiment, _, _ in jobs], together):
+        with display(console, [titles[number] for number in group]) as shown:
+            found = launch_together(
+                [(jobs[n][0], jobs[n][1], one) for n, one in zip(group, shown, strict=True)],
+                [jobs[n][2] for n in group],
+            )
+            summaries |= dict(zip(group, found, strict=True))
+    return [summaries[number] for number in range(len(jobs))]
+
+
+def _compared(paths: list[Path], root: Path) -> None:
+    """Write and print the comparison of finished runs."""
+    from fot.results import RunFolder, write_comparison
+    from fot.results.table import comparison_table
+
+    if console.quiet:
+        return
+    summaries = [RunFolder.open(path).read_summary() for path in paths]
+    report = write_comparison(paths, root / "comparison.html")
+    console.print()
+    console.print(comparison_table(summaries))
+    console.print(f"report: {report}", soft_wrap=True)
 
 
 def _use_data(data_dir: Path | None) -> None:

@@ -29,13 +29,14 @@ def play(shown, tasks: int | None = 2) -> None:
 
 
 def test_the_console_decides():
-    assert isinstance(display(console(True), "t"), LiveDisplay)
-    assert isinstance(display(console(False), "t"), PlainDisplay)
+    for terminal, kind in ((True, LiveDisplay), (False, PlainDisplay)):
+        with display(console(terminal), ["one", "other"]) as shown:
+            assert [type(one) for one in shown] == [kind, kind]
 
 
 def test_plain_lines():
     out = console(False)
-    with display(out, "digits fot") as shown:
+    with display(out, ["digits fot"]) as (shown,):
         play(shown)
     lines = [re.sub(r"^\[ +\d+\.\ds\] ", "", line) for line in out.file.getvalue().splitlines()]
     assert lines == [
@@ -47,7 +48,7 @@ def test_plain_lines():
 
 def test_plain_lines_of_an_open_stream_and_of_a_void_round():
     out = console(False)
-    with display(out, "t") as shown:
+    with display(out, ["t"]) as (shown,):
         shown("run_started", tasks=None)
         shown("round_finished", task=0, round=0, loss=None)
         shown("evaluated", task=0, round=None, accuracies={"0": 50.0})
@@ -56,7 +57,7 @@ def test_plain_lines_of_an_open_stream_and_of_a_void_round():
 
 def test_long_lines_are_not_broken():
     out = console(False)
-    with display(out, "t") as shown:
+    with display(out, ["t"]) as (shown,):
         shown("warning", message="word " * 60)
     assert len(out.file.getvalue().splitlines()) == 1
 
@@ -64,7 +65,7 @@ def test_long_lines_are_not_broken():
 @pytest.mark.parametrize("tasks", [2, None])
 def test_the_live_block(tasks):
     out = console(True)
-    with display(out, "digits fot") as shown:
+    with display(out, ["digits fot"]) as (shown,):
         play(shown, tasks)
         bar = shown.progress.tasks[0]
         assert (bar.completed, bar.total) == (4, 4)
@@ -78,21 +79,29 @@ def test_the_live_block(tasks):
 
 def test_the_bar_counts_the_rounds_to_come():
     shown = LiveDisplay(console(True), "t")
-    with shown:
-        shown("run_started", tasks=3)
-        totals = []
-        for task, rounds in enumerate((5, 2, 4)):
-            shown("task_started", task=task, name="t", classes=3, rounds=rounds)
-            totals.append(shown.progress.tasks[0].total)
-            for round in range(rounds):
-                shown("round_finished", task=task, round=round, loss=1.0)
-        assert totals == [15, 5 + 4, 7 + 4]
-        assert shown.progress.tasks[0].completed == 11
+    shown("run_started", tasks=3)
+    totals = []
+    for task, rounds in enumerate((5, 2, 4)):
+        shown("task_started", task=task, name="t", classes=3, rounds=rounds)
+        totals.append(shown.progress.tasks[0].total)
+        for round in range(rounds):
+            shown("round_finished", task=task, round=round, loss=1.0)
+    assert totals == [15, 5 + 4, 7 + 4]
+    assert shown.progress.tasks[0].completed == 11
+
+
+def test_runs_side_by_side_have_a_block_each():
+    out = console(True)
+    with display(out, ["seed 0", "seed 1"]) as (one, other):
+        play(one)
+        play(other)
+    last = "".join(out.file.getvalue().split("\x1b[2K")[-6:])
+    assert "seed 0  task 2/2" in last and "seed 1  task 2/2" in last and last.count("mean 89.5") == 2
 
 
 def test_a_run_that_is_only_read_shows_no_bar():
     out = console(True)
-    with display(out, "t"):
+    with display(out, ["t"]):
         pass
     assert out.file.getvalue() == ""
 

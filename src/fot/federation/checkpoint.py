@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,6 +27,8 @@ from fot.options import Between
 
 FORMAT = 1
 KEPT = 2
+Found = tuple[State, int, list[Any]]
+"""What a checkpoint holds: the state, how much of the events was written, the accountant."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Checkpoints:
         """Write a checkpoint; ``position`` is how much of the events was written before it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         numbers = self._numbers()
-        path = self.folder / f"{max(numbers, default=0) + 1:08d}"
+        path = self._path(max(numbers, default=0) + 1)
         packed = safetensors.torch.save(_pack(state))
         rest = {
             "format": FORMAT,
@@ -76,13 +79,26 @@ class Checkpoints:
             if number.isdigit() and int(number) not in sorted([*numbers, int(path.name)])[-KEPT:]:
                 file.unlink(missing_ok=True)
 
-    def load(self, device: torch.device) -> tuple[tuple[State, int, list[Any]] | None, list[str]]:
-        """The newest good checkpoint as (state, position, accountant), and what was wrong with newer ones."""
+    def rounds(self) -> set[int]:
+        """After how many rounds of the run the checkpoints were written."""
+        found = set()
+        for number in self._numbers():
+            with suppress(OSError, ValueError, KeyError):
+                found.add(json.loads(self._path(number, ".json").read_bytes())["state"]["rounds"])
+        return found
+
+    def load(self, device: torch.device, until: int | None = None) -> tuple[Found | None, list[str]]:
+        """The newest good checkpoint, and what was wrong with newer ones.
+
+        ``until`` leaves out those of more rounds, so that runs side by side go on from the same one.
+        """
         problems: list[str] = []
         for number in sorted(self._numbers(), reverse=True):
-            path = self.folder / f"{number:08d}"
+            path = self._path(number)
             try:
                 rest = json.loads(path.with_suffix(".json").read_bytes())
+                if until is not None and rest["state"]["rounds"] > until:
+                    continue
                 packed = path.with_suffix(".safetensors").read_bytes()
                 if rest["format"] != FORMAT or hashlib.sha256(packed).hexdigest() != rest["sha256"]:
                     raise ValueError("its digest is wrong")
@@ -92,6 +108,9 @@ class Checkpoints:
             except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
                 problems.append(f"checkpoint {path.name} is damaged ({error}): going back to the one before")
         return None, problems
+
+    def _path(self, number: int, suffix: str = "") -> Path:
+        return self.folder / f"{number:08d}{suffix}"
 
     def _numbers(self) -> list[int]:
         found = self.folder.glob("*.json") if self.folder.is_dir() else ()

@@ -164,17 +164,20 @@ def resolve(
     engine: str | None = None,
     device: str | None = None,
     sets: Sequence[str] = (),
+    values: Mapping[str, Any] | None = None,
 ) -> Experiment:
     """The experiment of a recipe (a name, or the path of a TOML file) under some changes.
 
-    ``sets`` are texts ``key=value``, the key dotted (``training.lr=0.1``), the value as in TOML. What
-    comes later wins: the recipe, ``[when.PARTITION]``, ``[methods.NAME]``, ``sets``, the other arguments.
+    ``sets`` are texts ``key=value``, the key dotted (``training.lr=0.1``), the value as in TOML; ``values``
+    are the same, read already. What comes later wins: the recipe, ``[when.PARTITION]``, ``[methods.NAME]``,
+    ``sets``, ``values``, the other arguments.
     """
     table = _read(recipe)
     changes: Table = {}
     flags = {"method.name": method, "benchmark.partition": partition, "seed": seed}
     flags |= {"engine.kind": engine, "engine.device": device}
-    for name, value in [*map(_assignment, sets), *((k, v) for k, v in flags.items() if v is not None)]:
+    given = [*map(_assignment, sets), *(values or {}).items()]
+    for name, value in [*given, *((k, v) for k, v in flags.items() if v is not None)]:
         _merge(changes, _nested(name.split("."), value))
     when = _tables(table, "when")
     kind = _look(changes, "benchmark", "partition") or _look(table, "benchmark", "partition") or "iid"
@@ -190,6 +193,29 @@ def resolve(
         _merge(table, {"method": per_method[str(chosen)]})
     _merge(table, changes)
     return Experiment.from_table(table)
+
+
+def swept(sweeps: Sequence[str]) -> list[dict[str, Any]]:
+    """Every combination of the values of some settings, each given as ``key=value,value,...``.
+
+    Examples
+    --------
+    >>> swept(["method.threshold=0.9,0.95", "method.rule=energy,authors"])[1]
+    {'method.threshold': 0.9, 'method.rule': 'authors'}
+    >>> swept([])
+    [{}]
+    """
+    combinations: list[dict[str, Any]] = [{}]
+    for text in sweeps:
+        name, _, listed = text.partition("=")
+        try:
+            values = tomllib.loads(f"values = [{listed}]")["values"]
+        except tomllib.TOMLDecodeError:
+            values = [_assignment(f"{name}={value}")[1] for value in listed.split(",")]
+        if not name.strip() or not values:
+            raise UserError(f"--sweep {text}: write it as key=value,value, e.g. method.threshold=0.9,0.95")
+        combinations = [{**some, name.strip(): value} for some in combinations for value in values]
+    return combinations
 
 
 def _check_variants(per_method: Mapping[str, Table], when: Mapping[str, Table]) -> None:

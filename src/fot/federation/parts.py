@@ -89,7 +89,8 @@ class Parts:
         self.state = State(Server(self.network.tree(), {}))
         self._initial = dict(self.state.server.params)
         self._tests: list[tuple[Tensor, Tensor]] = []
-        self._save: Callable[[bool], None] = lambda task_ended: None
+        self.save: Callable[[bool], None] = lambda task_ended: None
+        """Called wherever the run could go on from: after rounds, and after tasks with True."""
 
     @classmethod
     def of(cls, experiment: Experiment, observer: Observer | None = None) -> Self:

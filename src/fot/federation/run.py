@@ -2,13 +2,15 @@
 
 Data flow one way: the engine runs the cohort's local training, the aggregation forms the sum, the
 method updates the server, an event tells of it. At a task's end the same walk carries statistics.
+
+A run is a walk from round to round that stops where clients train: it yields the round and is sent what
+came of it. So one run, or several side by side, are driven by the same few lines (``lockstep``).
 """
 
 from __future__ import annotations
 
 import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Generator, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,9 +18,10 @@ import torch
 
 from fot.aggregation import RoundAborted, Sums
 from fot.benchmarks.stream import Stream, Task
-from fot.engines.base import RoundKeys, RoundOutcome
+from fot.engines.base import Round, RoundKeys, RoundOutcome
 from fot.engines.sequential import LOSS
 from fot.errors import UserError
+from fot.federation.lockstep import lockstep
 from fot.federation.parts import Parts
 from fot.methods.base import Server
 from fot.network import Tree
@@ -52,12 +55,12 @@ class Run(Parts):
     (2, None)
     """
 
-    def __call__(self, save: Callable[[bool], None] | None = None) -> dict[str, Any]:
-        """Run from where ``state`` stands to the end; returns the summary.
+    def __call__(self) -> dict[str, Any]:
+        """Run from where ``state`` stands to the end; returns the summary."""
+        return lockstep([self])[0]
 
-        ``save(task_ended)`` is called wherever the run could go on from: after rounds and tasks.
-        """
-        self._save = save or (lambda task_ended: None)
+    def walk(self) -> Generator[Round, RoundOutcome, dict[str, Any]]:
+        """The run from where ``state`` stands to the end, round by round; returns the summary."""
         self.aggregation.plan(self.sums_to_come())
         if not self.state.names:
             about = {
@@ -66,14 +69,12 @@ class Run(Parts):
                 "parameters": self.parameters(),
             }
             self.tell("run_started", **self.described(), **about)
-        with warnings.catch_warnings():  # of Python's, too, the observer and the run folder are told
-            warnings.showwarning = lambda message, *_, **__: self.tell("warning", message=str(message))
-            for task, last in _with_last(self.stream):
-                head = self.network.add_task(task.classes, self.seed, task.index)
-                self.state.server = Server({**head, **self.state.server.params}, self.state.server.state)
-                self._tests.append((task.test_x, task.test_y))
-                if task.index >= self.state.task:  # else a resumed run has it behind itself
-                    self._task(task, last)
+        for task, last in _with_last(self.stream):
+            head = self.network.add_task(task.classes, self.seed, task.index)
+            self.state.server = Server({**head, **self.state.server.params}, self.state.server.state)
+            self._tests.append((task.test_x, task.test_y))
+            if task.index >= self.state.task:  # else a resumed run has it behind itself
+                yield from self._task(task, last)
         if self.state.clipped:
             clipped = f"{self.state.clipped} entries of the clients' arrays exceeded the public clip"
             self.tell(
@@ -85,7 +86,7 @@ class Run(Parts):
         self.tell("run_finished", acc=summary["acc"], fgt=summary["fgt"])
         return summary
 
-    def _task(self, task: Task, last: bool) -> None:
+    def _task(self, task: Task, last: bool) -> Generator[Round, RoundOutcome, None]:
         state = self.state
         rounds = self.training.rounds_of(task.index)
         if state.round == 0:
@@ -105,7 +106,7 @@ class Run(Parts):
             then_extracts = extracts and round == rounds - 1
             # A cohort that is asked again at the end was not drawn for this one sum.
             again = then_extracts and self.method.participants == "cohort"
-            outcome = self._round(
+            outcome = yield from self._round(
                 task, round, self._cohort(task.index, round, holders), following,
                 keep_local=self.method.model == "local" and then_extracts,
                 drawn_from=None if again else len(holders),
@@ -116,7 +117,7 @@ class Run(Parts):
                 self._evaluate(task.index, round)
             state.round = round + 1
             if state.round < rounds:  # past the last round, the clients' local models may be wanted still
-                self._save(False)
+                self.save(False)
         missing += state.excluded
         if missing and not left_out:
             left = f"task {task.index + 1}: {missing} updates are missing from its sums"
@@ -136,7 +137,7 @@ class Run(Parts):
         for i, value in enumerate(accuracies):
             state.accuracy[i][task.index] = value
         state.task, state.round = task.index + 1, 0
-        self._save(True)
+        self.save(True)
 
     def _cohort(self, task: int, round: int, holders: Sequence[int]) -> list[int]:
         """The clients that train in a round, among those that hold data of the task."""
@@ -170,23 +171,22 @@ class Run(Parts):
         *,
         keep_local: bool,
         drawn_from: int | None,
-    ) -> RoundOutcome:
+    ) -> Generator[Round, RoundOutcome, RoundOutcome]:
         state, seed, training = self.state, self.seed, self.training
         keys = RoundKeys(
             *(key(seed, purpose, task.index, round) for purpose in ("order", "dropout", "augment"))
         )
-        start = time.perf_counter()
-        with self._clock("train"):
-            try:
+        before = state.seconds["train"]
+        try:
+            with self._clock("train"):
                 summation = self.aggregation.open(
                     cohort, kind="update", path=(task.index, round), drawn_from=drawn_from
                 )
                 self.aggregation.expect(following)
-                outcome = self.engine.train(
-                    state.server, task, cohort, keys, state.clients, summation, keep_local=keep_local
-                )
-            except RoundAborted as reason:
-                outcome = self._aborted(f"task {task.index + 1}, round {round + 1}", cohort, reason)
+            outcome = yield Round(state.server, task, cohort, keys, state.clients, summation, keep_local)
+        except RoundAborted as reason:
+            outcome = self._aborted(f"task {task.index + 1}, round {round + 1}", cohort, reason)
+        with self._clock("train"):
             sums = outcome.sums
             void = sums is None or len(sums.clients) < training.min_clients
             loss = None
@@ -201,7 +201,7 @@ class Run(Parts):
         self.tell(
             "round_finished", task=task.index, round=round, loss=loss,
             clients=len(sums.clients) if sums else 0, excluded=self._named(outcome), missing=missing,
-            void=void, bytes_up=up, bytes_down=down, seconds=time.perf_counter() - start,
+            void=void, bytes_up=up, bytes_down=down, seconds=state.seconds["train"] - before,
         )  # fmt: skip
         return outcome
 

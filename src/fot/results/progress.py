@@ -1,12 +1,13 @@
-"""A run as it happens: a live display on a terminal, plain lines everywhere else.
+"""Runs as they happen: a live display on a terminal, plain lines everywhere else.
 
-Both are observers: they are called as ``observer(event, **fields)`` with the events of the run.
+Both are observers, one a run: they are called as ``observer(event, **fields)`` with the run's events.
 """
 
 from __future__ import annotations
 
 import time
-from types import TracebackType
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from rich.console import Console, Group
@@ -16,16 +17,29 @@ from rich.text import Text
 
 
 class Display(Protocol):
-    """Shows the events of a run; a context manager."""
+    """Shows the events of a run."""
 
-    def __enter__(self) -> Display: ...
-    def __exit__(self, *error: Any) -> None: ...
     def __call__(self, event: str, **fields: Any) -> None: ...
 
 
-def display(console: Console, title: str) -> Display:
-    """The display that suits the console."""
-    return LiveDisplay(console, title) if console.is_terminal else PlainDisplay(console, title)
+@contextmanager
+def display(console: Console, titles: Sequence[str]) -> Iterator[Sequence[Display]]:
+    """The displays of runs that go side by side, of the kind that suits the console."""
+    if not console.is_terminal:
+        yield [PlainDisplay(console, title) for title in titles]
+        return
+    # It appears with the first event: a run that is only read from its folder shows none.
+    blocks: list[LiveDisplay] = []
+    live = Live(
+        console=console,
+        refresh_per_second=8,
+        get_renderable=lambda: Group(*(block.body() for block in blocks)),
+    )
+    blocks += [LiveDisplay(console, title, live.start) for title in titles]
+    try:
+        yield blocks
+    finally:
+        live.stop()
 
 
 def accuracies_line(accuracies: dict[str, float], tasks: int | None) -> str:
@@ -52,12 +66,6 @@ class PlainDisplay:
         self.tasks: int | None = None
         self.loss: float | None = None
 
-    def __enter__(self) -> PlainDisplay:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        return None
-
     def __call__(self, event: str, **fields: Any) -> None:
         if event in ("run_started", "resumed"):
             self.tasks = fields["tasks"]
@@ -81,11 +89,12 @@ class PlainDisplay:
 class LiveDisplay:
     """A bar over all rounds with the time left, and below it the loss, the accuracies and warnings.
 
-    It appears with the first event: a run that is only read from its folder shows none.
+    ``start`` is called with every event: it makes the display appear.
     """
 
-    def __init__(self, console: Console, title: str) -> None:
+    def __init__(self, console: Console, title: str, start: Callable[[], None] = lambda: None) -> None:
         self.title = title
+        self.start = start
         self.progress = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=None),
@@ -101,18 +110,9 @@ class LiveDisplay:
         self.accuracies = ""
         self.warnings: list[Text] = []
         self.tasks: int | None = None
-        self.live = Live(self._body(), console=console, refresh_per_second=8)
-
-    def __enter__(self) -> LiveDisplay:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.live.stop()
 
     def __call__(self, event: str, **fields: Any) -> None:
-        self.live.start()
+        self.start()
         if event in ("run_started", "resumed"):
             self.tasks = fields["tasks"]
         if event in ("task_started", "resumed"):
@@ -132,8 +132,8 @@ class LiveDisplay:
             self.warnings.append(Text(f"warning: {fields['message']}", style="yellow"))
         elif event == "run_finished":
             self.progress.update(self.bar, total=self.progress.tasks[0].completed, time="in all")
-        self.live.update(self._body())
 
-    def _body(self) -> Group:
+    def body(self) -> Group:
+        """What is to be seen of the run."""
         loss = "" if self.loss is None else f"loss {self.loss:.3f}   "
         return Group(self.progress, Text(loss + self.accuracies, style="dim"), *self.warnings)

@@ -121,15 +121,18 @@ def group_runs(summaries: Sequence[Summary]) -> list[Group]:
         methods = groups.setdefault((run["benchmark"], run["partition"]), {})
         methods.setdefault((run["method"], run.get("settings", "")), []).append(run)
     return [
-        Group(benchmark, partition, method, tuple(runs), _mark(settings, method, methods))
+        Group(benchmark, partition, method, tuple(runs), _mark(settings, method, runs[0], methods))
         for (benchmark, partition), methods in groups.items()
         for (method, settings), runs in methods.items()
     ]
 
 
-def _mark(settings: str, method: str, methods: Mapping[tuple[str, str], Any]) -> str:
-    """What tells apart two groups of one method: the digest of their settings."""
-    return f" ({settings[:6]})" if sum(name == method for name, _ in methods) > 1 else ""
+def _mark(settings: str, method: str, run: Summary, methods: Mapping[tuple[str, str], Any]) -> str:
+    """What tells apart two groups of one method: what a sweep varied, or the digest of their settings."""
+    if sum(name == method for name, _ in methods) == 1:
+        return ""
+    varied = [f"{key.rpartition('.')[2]} {value}" for key, value in run.get("sweep", {}).items()]
+    return f" ({', '.join(varied) or settings[:6]})"
 
 
 def comparison_rows(summaries: Sequence[Summary]) -> tuple[list[str], list[list[str]]]:
