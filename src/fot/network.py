@@ -7,7 +7,9 @@ Engines and methods never write into a module: they hold its parameters and buff
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Hashable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import safetensors.torch
 import torch
@@ -19,6 +21,7 @@ from fot.layers.find import has_heads, is_head
 from fot.randomness import key
 
 Tree = dict[str, Tensor]
+Found = TypeVar("Found")
 
 
 class Network:
@@ -50,6 +53,7 @@ class Network:
         """Whether matrix products run in bfloat16; parameters and sums keep their precision."""
         # A buffer that starts out infinite (a causal mask) is a constant, and no difference of it is finite.
         self._constant = {n for n, b in self.module.named_buffers() if not bool(b.isfinite().all())}
+        self._known: dict[Hashable, Any] = {}
 
     @property
     def multi_head(self) -> bool:
@@ -72,6 +76,7 @@ class Network:
         """Append the head of ``task`` to a multi-head model; returns the new head's parameters."""
         if not self.multi_head:
             return {}
+        self._known.clear()
         before = set(self.tree())
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(key(seed, "head", task))
@@ -79,19 +84,34 @@ class Network:
         self.module.to(device=self.device, dtype=self.dtype)
         return {name: tensor for name, tensor in self.tree().items() if name not in before}
 
-    def trained(self, task: int) -> list[str]:
-        """The parameters that a client trains on ``task``: all but the heads of other tasks."""
-        own = f"heads.{task}."
-        return [
-            name
-            for name, parameter in self.module.named_parameters()
-            if parameter.requires_grad and (not is_head(self.module, name) or name.startswith(own))
-        ]
+    def known(self, name: Hashable, find: Callable[[nn.Module], Found]) -> Found:
+        """What is found in the module, and kept until it gets another head: a walk through it is slow."""
+        if name not in self._known:
+            self._known[name] = find(self.module)
+        found: Found = self._known[name]
+        return found
 
-    def carried(self) -> list[str]:
+    def trained(self, task: int) -> tuple[str, ...]:
+        """The parameters that a client trains on ``task``: all but the heads of other tasks."""
+
+        def find(module: nn.Module) -> tuple[str, ...]:
+            own = f"heads.{task}."
+            return tuple(
+                name
+                for name, parameter in module.named_parameters()
+                if parameter.requires_grad and (not is_head(module, name) or name.startswith(own))
+            )
+
+        return self.known(("trained", task), find)
+
+    def carried(self) -> tuple[str, ...]:
         """The buffers that training moves and clients send with their update: running statistics."""
-        buffers = self.module.named_buffers()
-        return [name for name, b in buffers if b.is_floating_point() and name not in self._constant]
+
+        def find(module: nn.Module) -> tuple[str, ...]:
+            buffers = module.named_buffers()
+            return tuple(name for name, b in buffers if b.is_floating_point() and name not in self._constant)
+
+        return self.known("carried", find)
 
 
 def save_tree(tree: Tree, path: Path) -> None:

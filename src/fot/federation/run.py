@@ -98,7 +98,9 @@ class Run(Parts):
         outcome = RoundOutcome(None)
         left_out: set[int] = set()
         missing = -state.excluded
+        following = self._cohort(task.index, state.round, holders)
         for round in range(state.round, rounds):
+            cohort = following
             if round + 1 < rounds:
                 following = self._cohort(task.index, round + 1, holders)
             else:  # nobody is asked after the last task
@@ -107,7 +109,7 @@ class Run(Parts):
             # A cohort that is asked again at the end was not drawn for this one sum.
             again = then_extracts and self.method.participants == "cohort"
             outcome = yield from self._round(
-                task, round, self._cohort(task.index, round, holders), following,
+                task, round, cohort, following,
                 keep_local=self.method.model == "local" and then_extracts,
                 drawn_from=None if again else len(holders),
             )  # fmt: skip

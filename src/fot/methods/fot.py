@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fot.errors import UserError
-from fot.layers import Layer, find_layers
+from fot.layers import Layer, Protection, find_layers
 from fot.methods.base import ClientData, Method, Server
 from fot.network import Network, Tree
 from fot.options import Between
@@ -141,14 +141,21 @@ class FOT(Method):
 
     def unprotected(self, network: Network) -> dict[str, str]:
         """Heads, norm layers, biases, ...: whatever is trained and not projected."""
-        return find_layers(network.module, self.protect, bias=self.bias).skipped
+        return self._protection(network).skipped
 
     def save_memory(self, network: Network, server: Server, path: Path) -> None:
         """A file that ``SubspaceMemory.load`` reads."""
         self._memory(network, server).save(path)
 
+    def _protection(self, network: Network) -> Protection:
+        found = network.known(
+            ("protected", self.protect, self.bias),
+            lambda module: find_layers(module, self.protect, bias=self.bias),
+        )
+        return found
+
     def _layers(self, network: Network) -> tuple[Layer, ...]:
-        return find_layers(network.module, self.protect, bias=self.bias).layers
+        return self._protection(network).layers
 
     def _memory(self, network: Network, server: Server) -> SubspaceMemory:
         layers = self._layers(network)

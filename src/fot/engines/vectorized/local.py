@@ -65,8 +65,6 @@ class LocalTraining:
     by_autograd: set[str] = field(default_factory=set)
     """Weights found to need their gradients: used twice, or not by a layer alone."""
 
-    _names: dict[int, tuple[list[str], list[str], list[str]]] = field(default_factory=dict)
-
     def run(
         self,
         models: Tree,
@@ -106,7 +104,7 @@ class LocalTraining:
         network = FoldedNetwork(self.network, clients, set(models))
         tick = torch.zeros((), device=self.network.device, requires_grad=True)
         if self.method.plain:
-            weights, biases = _layers(self.network.module)
+            weights, biases = self.network.known("layers", _layers)
             free = [name for name in trained if name not in self.by_autograd]
             network.local = {
                 **{n: LocalWeight(n, models[n], clients, pace, tick) for n in free if n in weights},
@@ -147,12 +145,10 @@ class LocalTraining:
                 changes[name] = stack - spread(base, clients)
         return changes
 
-    def names(self, task: int) -> tuple[list[str], list[str], list[str]]:
+    def names(self, task: int) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
         """What a task trains, what else it moves (running statistics), and what clients send."""
-        if task not in self._names:
-            trained = self.network.trained(task)
-            self._names = {task: (trained, _moving(self.network.module), [*trained, *self.network.carried()])}
-        return self._names[task]
+        trained = self.network.trained(task)
+        return trained, self.network.known("moving", _moving), (*trained, *self.network.carried())
 
     def _step(self, params: Tree, directions: Tree, step: Step) -> None:
         """W <- W - lr (direction + decay·W) for what is left to autograd: few calls for many small stacks."""
@@ -182,14 +178,14 @@ def _own_losses(total: Tensor, step: Step, plain: bool) -> Tensor:
     return own + (rest if step.active is None else rest * step.active)
 
 
-def _moving(module: nn.Module) -> list[str]:
+def _moving(module: nn.Module) -> tuple[str, ...]:
     """Running statistics, which each client moves on its own."""
-    return [
+    return tuple(
         f"{prefix}.{name}" if prefix else name
         for prefix, layer in module.named_modules()
         if isinstance(layer, _NormBase) and layer.track_running_stats
         for name, buffer in layer.named_buffers(recurse=False)
-    ]
+    )
 
 
 def _layers(module: nn.Module) -> tuple[set[str], dict[str, str]]:
