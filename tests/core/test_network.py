@@ -62,14 +62,26 @@ def test_one_head_has_no_tasks_to_add():
 
 def test_clients_train_all_but_other_heads_and_frozen_parts():
     network = two_heads()
-    body = ["body.0.weight", "body.0.bias"]
-    assert network.trained(0) == [*body, "heads.0.weight", "heads.0.bias"]
-    assert network.trained(1) == [*body, "heads.1.weight", "heads.1.bias"]
+    body = ("body.0.weight", "body.0.bias")
+    assert network.trained(0) == (*body, "heads.0.weight", "heads.0.bias")
+    assert network.trained(1) == (*body, "heads.1.weight", "heads.1.bias")
     for task in range(2, 12):
         network.add_task(2, 0, task)
-    assert network.trained(1)[2:] == ["heads.1.weight", "heads.1.bias"]  # not those of heads 10 and 11
+    assert network.trained(1)[2:] == ("heads.1.weight", "heads.1.bias")  # not those of heads 10 and 11
     network.module.body[0].bias.requires_grad_(False)
-    assert "body.0.bias" not in network.trained(0)
+    assert "body.0.bias" not in Network(network.module).trained(0)
+
+
+def test_what_is_known_of_the_module_is_found_anew_with_each_head():
+    network, walks = two_heads(), []
+
+    def find(module):
+        walks.append(len(module.heads))
+        return len(module.heads)
+
+    assert [network.known("heads", find) for _ in range(3)] == [2, 2, 2] and walks == [2]
+    network.add_task(2, 0, 2)
+    assert network.known("heads", find) == 3
 
 
 class ViT(nn.Module):
@@ -95,7 +107,9 @@ def test_an_output_called_heads_is_trained(engine):
     model = ViT()
     training = Training(rounds=1, cohort=1, batch_size=8, lr=0.1)
     run = Run(stream, model, FedAvg(), training=training, engine=EngineOptions(kind=engine, device="cpu"))
-    assert not run.network.multi_head and run.network.trained(1) == [n for n, _ in model.named_parameters()]
+    assert not run.network.multi_head and run.network.trained(1) == tuple(
+        n for n, _ in model.named_parameters()
+    )
     run()
     for name, start in model.named_parameters():
         assert (run.state.server.params[name] - start).abs().max() > 1e-4, name
@@ -155,7 +169,7 @@ class Masked(nn.Module):
 
 
 def test_running_statistics_are_carried_and_constants_are_not():
-    assert Network(Masked()).carried() == ["norm.running_mean", "norm.running_var"]
+    assert Network(Masked()).carried() == ("norm.running_mean", "norm.running_var")
 
 
 @pytest.mark.filterwarnings("ignore:clients train one after another")
