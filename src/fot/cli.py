@@ -233,7 +233,7 @@ def bench_engine(
         str, typer.Argument(help="digits, pmnist, cifar100, 5datasets or miniimagenet.")
     ] = "digits",
     device: str = "cpu",
-    precision: str = "float32",
+    precision: str = "tf32",
     rounds: Annotated[int, typer.Option(min=1)] = 5,
 ) -> None:
     """Rounds per second of the engines and of a plain loop over clients, on the same work."""

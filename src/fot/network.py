@@ -7,7 +7,8 @@ Engines and methods never write into a module: they hold its parameters and buff
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,12 +46,15 @@ class Network:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         autocast: bool = False,
+        tf32: bool = False,
     ) -> None:
         self.module = copy.deepcopy(module).to(device=device, dtype=dtype)
         self.device = torch.device(device)
         self.dtype = dtype
         self.autocast = autocast
         """Whether matrix products run in bfloat16; parameters and sums keep their precision."""
+        self.tf32 = tf32
+        """Whether, within ``products``, a GPU may round the factors of float32 products to TF32."""
         # A buffer that starts out infinite (a causal mask) is a constant, and no difference of it is finite.
         self._constant = {n for n, b in self.module.named_buffers() if not bool(b.isfinite().all())}
         self._known: dict[Hashable, Any] = {}
@@ -66,6 +70,23 @@ class Network:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
             logits: Tensor = functional_call(self.module, params, inputs)
         return logits.to(self.dtype)
+
+    @contextmanager
+    def products(self) -> Iterator[None]:
+        """Where clients compute: a GPU's products are as exact as the network asks, and no more.
+
+        What the server computes lies outside, in full precision: it repeats round after round, and its
+        rounding would leak into what is to be protected.
+        """
+        flags: list[Any] = [torch.backends.cuda.matmul, torch.backends.cudnn]
+        before = [flag.allow_tf32 for flag in flags]
+        try:
+            for flag in flags:
+                flag.allow_tf32 = self.tf32
+            yield
+        finally:
+            for flag, value in zip(flags, before, strict=True):
+                flag.allow_tf32 = value
 
     def tree(self) -> Tree:
         """Copies of the module's own parameters and buffers: where a run begins."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -304,3 +304,49 @@ def test_precision_and_names():
         build("digits", tasks=1), mlp(), FedAvg(), engine=EngineOptions(precision="float64", device="cpu")
     )
     assert double.network.dtype is torch.float64 and not double.network.autocast
+
+
+@pytest.mark.parametrize("kind", ["sequential", "vectorized"])
+@pytest.mark.parametrize("precision", ["tf32", "float32"])
+def test_tf32_is_for_what_clients_train_and_not_for_the_server(kind, precision):
+    """The flags that a GPU's products go by; a CPU heeds none of them."""
+    seen: dict[str, set[bool]] = {}
+
+    def note(where: str) -> None:
+        flags = {torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32}
+        seen.setdefault(where, set()).update(flags)
+
+    class Noting(nn.Module):
+        def forward(self, x):
+            if x.dtype is torch.float32:  # not the engine's trial in float64
+                note("training" if self.training else "test")
+            return x
+
+    @dataclass(frozen=True)
+    class NotingFOT(FOT):
+        def aggregate(self, network, server, mean_update):
+            note("server")
+            return super().aggregate(network, server, mean_update)
+
+        def end_of_task(self, *args):
+            note("sketch")
+            return super().end_of_task(*args)
+
+        def pooled_statistics(self, *args):
+            return None
+
+    options = EngineOptions(kind=kind, device="cpu", precision=precision)
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        Run(build("digits", tasks=2), nn.Sequential(Noting(), nn.Linear(64, 10)), NotingFOT(), engine=options)()
+        assert seen.pop("training") == {precision == "tf32"}
+        assert seen.pop("server") == seen.pop("sketch") == {False}
+        assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == (False, False)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def test_tf32_is_the_default():
+    assert EngineOptions().precision == "tf32"
+    assert Run(build("digits", tasks=1), mlp(), FedAvg()).network.tf32

@@ -59,7 +59,9 @@ class EngineOptions:
     """``vectorized`` trains a whole cohort at once, ``sequential`` one client after another."""
     device: str = "auto"
     """``auto`` is the first GPU, or the CPU where there is none."""
-    precision: Literal["float32", "float64", "tf32", "bfloat16"] = "float32"
+    precision: Literal["float32", "float64", "tf32", "bfloat16"] = "tf32"
+    """Of what clients compute. ``tf32`` and ``bfloat16`` round the factors of matrix products alone; TF32
+    takes effect on GPUs, and a CPU computes in float32."""
     threads: Annotated[int, Between(0)] = 0
     """CPU threads of one operation; 0 for torch's own choice. Small networks are faster with 1."""
 

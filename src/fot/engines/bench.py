@@ -52,7 +52,7 @@ class Work:
 
 
 WORKS = {
-    "digits": Work(lambda: mlp(hidden=(100, 100)), (64,), 10, 72, 16),
+    "digits": Work(lambda: mlp(hidden=(200, 200)), (64,), 10, 72, 16),
     "pmnist": Work(
         lambda: mlp(inputs=784, hidden=(400, 400, 400), dropout=(0.2, 0.5, 0.5)), (784,), 64, 480, 64
     ),
@@ -81,7 +81,7 @@ def bench_engine(
     work: str = "digits",
     *,
     device: str = "cpu",
-    precision: str = "float32",
+    precision: str = "tf32",
     rounds: int = 5,
     cohort: int | None = None,
 ) -> list[Row]:
@@ -101,10 +101,9 @@ def bench_engine(
     if work not in WORKS:
         raise UserError(f"no such work '{work}': choose {', '.join(WORKS)}")
     chosen = WORKS[work] if cohort is None else replace(WORKS[work], cohort=cohort)
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
-    dtype = torch.float64 if precision == "float64" else torch.float32
-    network, task, training = _set_up(chosen, device, dtype, precision == "bfloat16")
-    least = _floor(network, task, training)
+    network, task, training = _set_up(chosen, device, precision)
+    with network.products():
+        least = _floor(network, task, training)
     differences = _differences(chosen, device)
     rows = []
     for name, train in _ways(network, training).items():
@@ -165,6 +164,10 @@ class _Loop:
         self.data: tuple[Task, Tensor, Tensor] | None = None
 
     def __call__(self, server: Server, task: Task, cohort: list[int], keys: RoundKeys) -> Tree:
+        with self.network.products():
+            return self._train(server, task, cohort, keys)
+
+    def _train(self, server: Server, task: Task, cohort: list[int], keys: RoundKeys) -> Tree:
         network, device = self.network, self.network.device
         if self.data is None or self.data[0] is not task:
             self.data = (task, task.train_x.to(device, network.dtype), task.train_y.to(device))
@@ -195,11 +198,12 @@ class _Loop:
         return {name: amount / len(cohort) for name, amount in zip(names, total, strict=True)}
 
 
-def _set_up(
-    work: Work, device: str, dtype: torch.dtype, autocast: bool = False
-) -> tuple[Network, Task, Training]:
+def _set_up(work: Work, device: str, precision: str) -> tuple[Network, Task, Training]:
     torch.manual_seed(0)
-    network = Network(work.model(), device=device, dtype=dtype, autocast=autocast)
+    dtype = torch.float64 if precision == "float64" else torch.float32
+    network = Network(
+        work.model(), device=device, dtype=dtype, autocast=precision == "bfloat16", tf32=precision == "tf32"
+    )
     network.add_task(work.classes, 0, 0)
     number = work.cohort * work.samples
     x, y = torch.randn(number, *work.shape), torch.randint(0, work.classes, (number,))
@@ -210,7 +214,7 @@ def _set_up(
 def _differences(work: Work, device: str) -> dict[str, float]:
     """Two clients of the work, each way in float64: how far each mean update is from the reference."""
     few = replace(work, cohort=2, samples=min(work.samples, 2 * work.batch + 1))
-    network, task, training = _set_up(few, device, torch.float64)
+    network, task, training = _set_up(few, device, "float64")
     server = Server(network.tree(), {})
     found = {
         name: train(server, task, [0, 1], _keys(0))

@@ -48,7 +48,8 @@ class SequentialEngine:
         excluded: list[int] = []
         local_params: dict[int, Tree] = {}
         for client in cohort:
-            params, loss = self.local_training(server, task, client, keys, clients.get(client, {}))
+            with self.network.products():
+                params, loss = self.local_training(server, task, client, keys, clients.get(client, {}))
             sent = [*self.network.trained(task.index), *self.network.carried()]
             update = {name: params[name] - server.params[name] for name in sent} | {LOSS: loss}
             if not (summation.discreet or all(torch.isfinite(tensor).all() for tensor in update.values())):
@@ -134,7 +135,7 @@ class SequentialEngine:
 
     def evaluate(self, params: Tree, x: Tensor, y: Tensor, task: int) -> float:
         right = 0
-        with torch.no_grad():
+        with torch.no_grad(), self.network.products():
             for inputs, labels in zip(torch.split(x, 1024), torch.split(y, 1024), strict=True):
                 logits = self.network(params, _placed(inputs, self.network), task)
                 right += int((logits.argmax(1) == labels.to(self.device)).sum())

@@ -64,10 +64,8 @@ class Parts:
             )
         ranks = world(options.device)
         self.device = options.resolved_device()
-        if self.device.type == "cuda":
-            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = (
-                options.precision == "tf32"
-            )
+        if self.device.type == "cuda":  # on the server; what clients compute says Network.products
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         if options.threads:
             torch.set_num_threads(options.threads)
         self.network = Network(
@@ -75,6 +73,7 @@ class Parts:
             device=self.device,
             dtype=torch.float64 if options.precision == "float64" else torch.float32,
             autocast=options.precision == "bfloat16",
+            tf32=options.precision == "tf32",
         )
         if stream.multi_head and not self.network.multi_head:
             raise UserError(

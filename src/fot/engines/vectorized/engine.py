@@ -212,7 +212,8 @@ class VectorizedEngine(SequentialEngine):
         }
 
         def round_of(given: Tree) -> Tree:
-            return self._round(given, *bounds, totals=totals)
+            with self.network.products():
+                return self._round(given, *bounds, totals=totals)
 
         if self.device.type != "cuda" or not recorded:
             return round_of(inputs)
