@@ -10,6 +10,19 @@ from torch import Tensor
 from fot.aggregation.interface import Aggregation, Kind, Ledger, Sums
 
 
+def sum_rows(array: Tensor) -> Tensor:
+    """The sum over the first axis, in float64.
+
+    A CPU would first copy the whole array into float64: a large one is added up row by row instead.
+    """
+    if array.is_cuda or array.numel() < 1 << 20:
+        return array.sum(0, dtype=torch.float64)
+    total = torch.zeros(array.shape[1:], dtype=torch.float64)
+    for row in array:
+        total.add_(row)
+    return total
+
+
 class PlainAggregation(Aggregation):
     """Sums in the open, the reference for all other ways.
 
@@ -51,7 +64,7 @@ class PlainSummation:
         for name, array in arrays.items():
             if order != list(range(len(order))):
                 array = array[order]
-            self._add(name, array.sum(0, dtype=torch.float64))
+            self._add(name, sum_rows(array))
 
     def add_total(
         self, clients: Sequence[int], totals: dict[str, Tensor], dtypes: Mapping[str, torch.dtype]

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fot.aggregation.plain import sum_rows
 from fot.engines.vectorized.products import Convolution, Linear, lowered
 
 
@@ -151,7 +152,7 @@ def spread(sent: Tensor, clients: int) -> Tensor:
 def total_change(stack: Tensor, sent: Tensor) -> Tensor:
     """The sum over each model's clients of what they changed, in float64: ``[C, ...]`` to ``[R, ...]``."""
     clients = len(stack) // len(sent)
-    held = stack.reshape(len(sent), clients, *stack.shape[1:]).sum(1, dtype=torch.float64)
+    held = torch.stack([sum_rows(own) for own in stack.split(clients)])
     return held.sub_(sent, alpha=clients)
 
 
