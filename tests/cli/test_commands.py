@@ -234,3 +234,37 @@ def test_a_methods_options_are_held_against_the_model_before_training(setting, t
     assert left.value.code == 2
     assert capsys.readouterr().err.startswith(f"fot: {setting.split('=')[0]}: ")
     assert not (tmp_path / "runs").exists()
+
+
+def test_several_seeds_and_settings_side_by_side(call):
+    sweep = ["--seeds", "2", "--sweep", "method.threshold=0.5,0.9"]
+    code, out, err = call("run", "digits", *QUICK, *sweep, "--seed", "3")
+    assert (code, err) == (0, "")
+    names = sorted(path.name for path in Path("runs/digits").iterdir() if path.is_dir())
+    assert names == [f"fot-iid-threshold-{t}-seed{s}" for t in ("0.5", "0.9") for s in (3, 4)]
+    assert "FOT (threshold 0.5)" in " ".join(out.split()) and "report: runs/digits/comparison.html" in out
+    assert "4/4 digits fot iid threshold 0.9 seed 4" in out
+    summary = json.loads(Path("runs/digits", names[0], "summary.json").read_text())
+    assert summary["sweep"] == {"method.threshold": 0.5} and summary["seed"] == 3
+    again = call("run", "digits", *QUICK, *sweep, "--seed", "3")
+    assert again[0] == 0 and again[1].count("already run") == 4
+
+
+def test_runs_one_after_another_end_alike(call):
+    for out, together in (("a", ()), ("b", ("--together", "1"))):
+        code, _, _ = call("run", "digits", *QUICK, "--seeds", "2", "--out", out, *together)
+        assert code == 0
+    for seed in range(2):
+        one, other = (json.loads(Path(d, f"fot-iid-seed{seed}", "summary.json").read_text()) for d in "ab")
+        assert one["acc"] == pytest.approx(other["acc"], abs=1)
+
+
+def test_one_value_is_one_run(call):
+    code, out, _ = call("run", "digits", *QUICK, "--seeds", "1", "--out", "here")
+    assert code == 0 and Path("here/summary.json").exists() and "report: here/report.html" in out
+
+
+@pytest.mark.parametrize("sweep", ["method.threshold", "=1,2", "method.threshold="])
+def test_a_sweep_that_is_none(call, sweep):
+    code, _, err = call("run", "digits", "--sweep", sweep)
+    assert code == 2 and err.startswith(f"fot: --sweep {sweep}: write it as key=value,value")
