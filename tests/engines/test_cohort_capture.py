@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -24,6 +25,7 @@ from fot.benchmarks.transforms import CropAndFlip
 from fot.engines.base import RoundKeys, Training
 from fot.engines.sequential import LOSS
 from fot.engines.vectorized import VectorizedEngine, engine, masks
+from fot.engines.vectorized.graph import GraphedRound
 from fot.methods import FOT, FedAvg
 from fot.methods.base import Batch, Method, Server
 from fot.models import alexnet, mlp, multi_head, resnet18, resnet18_norm
@@ -283,3 +285,52 @@ def test_what_cannot_be_recorded_is_refused(
 def test_numbers_may_go_with_a_launch(device: StandIn) -> None:
     make, shape = MODELS["mlp"]
     one_round(make(), Spoilt(lambda w: (w * 2 + torch.tensor(3.0)).clamp(max=1).fill_(0.5)), shape, (6, 7, 3))
+
+
+class Broken:
+    """A recording whose body fails, and then its end: torch leaves the recording's stream in place."""
+
+    def __init__(self, graph: object, **options: object) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        torch.cuda.set_stream("the recording's")  # type: ignore[arg-type]
+
+    def __exit__(self, *error: object) -> None:
+        raise RuntimeError("the recording was invalidated")
+
+
+def test_what_cannot_be_recorded_runs_as_it_is_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = [SimpleNamespace(wait_stream=lambda other: None)]
+    home = current[0]
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: SimpleNamespace(wait_stream=lambda other: None))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: current.__setitem__(0, stream))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph", Broken)
+
+    def waits(given: Tree) -> Tree:
+        if current[0] is not home:
+            raise RuntimeError("not permitted when stream is capturing\nand more")
+        return {"y": given["x"] + 1}
+
+    with pytest.warns(UserWarning, match=r"not recorded.*: not permitted when stream is capturing$"):
+        graphed = GraphedRound(waits, {"x": torch.zeros(2)})
+    assert current == [home] and graphed({"x": torch.ones(2)})["y"].tolist() == [2, 2]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_recording_on_a_gpu() -> None:
+    """Replays follow their inputs; what waits for the device runs as it is, and nothing else is spoilt."""
+    given = {"x": torch.arange(4.0, device="cuda"), "n": torch.tensor([2], device="cuda")}
+    good = GraphedRound(lambda t: {"y": t["x"] * t["n"]}, given)
+    assert good({"x": given["x"] + 1, "n": given["n"] + 1})["y"].tolist() == [3, 6, 9, 12]
+    with pytest.warns(UserWarning, match="not recorded"):
+        bad = GraphedRound(lambda t: {"y": t["x"] * float(t["x"].sum())}, given)
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    assert bad(given)["y"].tolist() == [0, 6, 12, 18]
+    again = GraphedRound(lambda t: {"y": t["x"] + t["n"]}, given)
+    assert again.graph is not None and again(given)["y"].tolist() == [2, 3, 4, 5]
+    assert good(given)["y"].tolist() == [0, 2, 4, 6]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -13,7 +14,7 @@ class GraphedRound:
     """A function of tensors, recorded as a CUDA graph for inputs of fixed shapes.
 
     Inputs are copied into the tensors the graph was recorded with; outputs are overwritten by the next
-    call, so a caller uses them before it. A function that cannot be recorded runs as it is.
+    call, so a caller uses them before it. A function that cannot be recorded runs as it is, with a warning.
     """
 
     def __init__(self, function: Callable[[Tree], Tree], inputs: Tree) -> None:
@@ -21,22 +22,29 @@ class GraphedRound:
         self.inputs = {name: tensor.clone() for name, tensor in inputs.items()}
         self.graph: torch.cuda.CUDAGraph | None = torch.cuda.CUDAGraph()
         # Libraries choose their algorithms and workspaces on first use, which a graph cannot hold.
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
+        current, stream = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(current)
         with torch.cuda.stream(stream):
             function(self.inputs)
-        torch.cuda.current_stream().wait_stream(stream)
+        current.wait_stream(stream)
         try:
-            with torch.cuda.graph(self.graph):
+            # What other threads ask of the device meanwhile is their own affair, and does not spoil this.
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
                 self.outputs = function(self.inputs)
-        except RuntimeError:
+        except RuntimeError as error:
             self.graph = None
+            torch.cuda.set_stream(current)  # a recording that fails leaves its own stream behind
+            reason = str(error.__context__ or error)  # the end of such a recording fails too, and hides why
+            warnings.warn(
+                f"rounds are not recorded, and so slow: {reason.partition(chr(10))[0]}", stacklevel=2
+            )
 
     def __call__(self, inputs: Tree) -> Tree:
         """The function's value; its tensors are good until the next call."""
         if self.graph is None:
             return self.function(inputs)
-        for name, tensor in inputs.items():
-            self.inputs[name].copy_(tensor)
+        for dtype in {tensor.dtype for tensor in inputs.values()}:  # one launch for all of a type
+            names = [name for name, tensor in inputs.items() if tensor.dtype == dtype]
+            torch._foreach_copy_([self.inputs[name] for name in names], [inputs[name] for name in names])
         self.graph.replay()
         return self.outputs
