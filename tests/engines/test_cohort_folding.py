@@ -186,3 +186,25 @@ def test_convolution_by_patches(
     torch.testing.assert_close(results[0][0], torch.cat(plain), rtol=1e-11, atol=1e-11)
     for by_patch, native in zip(*results, strict=True):
         torch.testing.assert_close(by_patch, native, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "padding", "dilation"),
+    [((4,), "same", 1), ((4, 3), "same", (2, 1)), ((3, 2), (1, 0), 1), ((2, 1), (4, 0), (1, 3))],
+)
+def test_gradients_by_patches_where_padding_is_uneven(
+    kernel: tuple[int, ...], padding: str | tuple[int, ...], dilation: int | tuple[int, ...]
+) -> None:
+    x = gaussian(2 * 3, 3, *[9, 8][: len(kernel)], seed=1).requires_grad_()
+    w = gaussian(2, 4, 3, *kernel, seed=2).requires_grad_()
+    convolve = F.conv1d if len(kernel) == 1 else F.conv2d
+    y = product(Convolution(w.shape[2:], 1, padding, dilation, by_patches=True), x, w)
+    alone = torch.cat(
+        [convolve(one, own, None, 1, padding, dilation) for one, own in zip(x.chunk(2), w, strict=True)]
+    )
+    torch.testing.assert_close(y, alone, rtol=1e-11, atol=1e-11)
+    back = gaussian(*y.shape, seed=3)
+    for got, wanted in zip(
+        *(torch.autograd.grad((of * back).sum(), (x, w)) for of in (y, alone)), strict=True
+    ):
+        torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-11)

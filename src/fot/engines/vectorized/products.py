@@ -79,11 +79,26 @@ class Convolution:
         if not self._patches(x):
             return self._native_adjoint(d, x, w, samples, weights)
         by_client = d.movedim(1, -1).reshape(len(w), -1, d.shape[1])
-        at_samples = self._spread(torch.bmm(by_client, self.matrix(w)), x, d) if samples else None
+        at_samples = None
+        if samples and set(self.stride) == {1}:
+            at_samples = self._turned().forward(d, w.transpose(1, 2).flip(*range(3, w.dim())))
+        elif samples:
+            at_samples = self._spread(torch.bmm(by_client, self.matrix(w)), x, d)
         if not weights:
             return at_samples, None
         gradient = torch.bmm(by_client.mT, self.columns(x, len(w))[0])
         return at_samples, gradient.view(*w.shape[:2], *self.kernel, w.shape[2]).movedim(-1, 2)
+
+    def _turned(self) -> Convolution:
+        """The convolution that is the adjoint of this one where the stride is 1, with the filters mirrored.
+
+        Spreading windows out takes a launch for each offset within them; gathering them, a few in all.
+        """
+        turned = Convolution((0, *self.kernel), 1, 0, self.dilation, by_patches=True)
+        reach = [d * (k - 1) for d, k in zip(self.dilation, self.kernel, strict=True)]
+        turned.before = tuple(r - b for r, b in zip(reach, self.before, strict=True))
+        turned.after = tuple(r - a for r, a in zip(reach, self.after, strict=True))
+        return turned
 
     def _spread(self, columns: Tensor, x: Tensor, d: Tensor) -> Tensor:
         """Add the gradients of all windows up where the windows came from: the adjoint of ``columns``."""
@@ -97,7 +112,7 @@ class Convolution:
                 slice(o * by, o * by + (n - 1) * s + 1, s)
                 for o, by, s, n in zip(offset, self.dilation, self.stride, size, strict=True)
             ]
-            padded[(slice(None), slice(None), *where)] += columns[(..., *offset)]  # type: ignore[index]
+            padded[(slice(None), slice(None), *where)].add_(columns[(..., *offset)])  # type: ignore[index]
         return padded[self._inside(x)]
 
     def _inside(self, x: Tensor) -> tuple[slice, ...]:
