@@ -8,14 +8,15 @@ the integers are worked through in pieces that stay in its cache; on a GPU one c
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from fot.dropout import keyed_dropout
 from fot.randomness import _DRAW, _GOLDEN, _MIX_1, _MIX_2, _signed, fold
@@ -40,20 +41,45 @@ class cohort_dropout(keyed_dropout):
 
     layout = torch.contiguous_format
 
-    def _dropout(self, func: Callable[..., Any], x: Tensor, *options: Any, **more: Any) -> Tensor:
+    def _dropout(
+        self,
+        func: Callable[..., Any],
+        x: Tensor,
+        p: float = 0.5,
+        training: bool = True,
+        inplace: bool = False,
+    ) -> Tensor:
         maps = x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
         self.layout = torch.channels_last if maps else torch.contiguous_format
-        return super()._dropout(func, x, *options, **more)
+        if x.device.type == "cpu" or func is not functional.dropout or inplace or not training or p == 0:
+            return super()._dropout(func, x, p, training, inplace)
+        mask = self.mask(x.shape, p, x.device)
+        kept: Tensor = _Kept.apply(x, mask, 1 / (1 - p) if p < 1 else 0.0)  # type: ignore[no-untyped-call]
+        return kept
 
     def mask(self, shape: torch.Size, p: float, device: torch.device) -> Tensor:
         """The next mask: True where a unit is kept."""
-        keys = fold(self.keys, self.calls)
-        assert isinstance(keys, Tensor)
-        self.calls += 1
+        assert isinstance(self.keys, Tensor)
         make = _by_pieces if device.type == "cpu" else _at_once
-        mask = make(keys, shape.numel() // len(keys), _threshold(p)).view(shape)
+        mask = make(self.keys, self.calls, shape.numel() // len(self.keys), _threshold(p)).view(shape)
+        self.calls += 1
         # Laid out as the maps are: turning bytes around is cheaper than reading across them as floats.
         return mask.contiguous(memory_format=self.layout) if len(shape) == 4 else mask
+
+
+class _Kept(torch.autograd.Function):
+    """x·mask·scale, forward and backward one kernel each, which reads a byte for each unit of the mask."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(mask)
+        ctx.scale = scale
+        return torch.ops.aten.native_dropout_backward(x, mask, scale)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None]:
+        (mask,) = ctx.saved_tensors
+        return torch.ops.aten.native_dropout_backward(d, mask, ctx.scale), None, None
 
 
 def _threshold(p: float) -> int:
@@ -63,7 +89,8 @@ def _threshold(p: float) -> int:
     return _signed(min(least << 40, (1 << 64) - 1)) ^ _LOWEST
 
 
-def _by_pieces(keys: Tensor, units: int, least: int) -> Tensor:
+def _by_pieces(keys: Tensor, call: int, units: int, least: int) -> Tensor:
+    keys = fold(keys, call)
     kept = torch.empty(len(keys), units, dtype=torch.bool)
     starts = ((keys.flatten() ^ _DRAW) + _signed(_GOLDEN)).tolist()
     walk = torch.arange(min(units, _PIECE)) * _signed(_GOLDEN)
@@ -86,27 +113,38 @@ def _reaches(z: Tensor, shifted: Tensor, least: int, out: Tensor) -> None:
     torch.ge(z.bitwise_xor_(_LOWEST), least, out=out)  # as unsigned numbers
 
 
-def _whole(keys: Tensor, counter: Tensor, least: Tensor) -> Tensor:
-    z = (keys ^ _DRAW) + (counter + 1) * _signed(_GOLDEN)
+def _whole(keys: Tensor, call: Tensor, counter: Tensor, least: Tensor) -> Tensor:
+    # The counter is given: of a range made here the compiler takes products that do not wrap around.
+    z = (fold(keys, call) ^ _DRAW) + (counter + 1) * _signed(_GOLDEN)
     for by, factor in ((30, _MIX_1), (27, _MIX_2)):
         z = (z ^ ((z >> by) & ((1 << (64 - by)) - 1))) * _signed(factor)
     return (z ^ _LOWEST) >= least
 
 
-def _at_once(keys: Tensor, units: int, least: int) -> Tensor:
+def _at_once(keys: Tensor, call: int, units: int, least: int) -> Tensor:
     counter = torch.arange(units, device=keys.device)
-    # The threshold is filled in on the device: a copy from the host could not be recorded in a graph.
-    return _kernel(keys.device)(keys, counter, torch.full((), least, device=keys.device))
+    return _kernel(keys.device)(keys, _number(call, keys.device), counter, _number(least, keys.device))
 
 
 @cache
-def _kernel(device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def _number(value: int, device: torch.device) -> Tensor:
+    """A number on the device, for a kernel that is compiled for any: made once, in no graph."""
+    return torch.full((), value, device=device)
+
+
+@cache
+def _kernel(device: torch.device) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     """One kernel for the whole mask where a compiler is at hand and right; torch's operations where not."""
+    reason = "there is no triton"
     if find_spec("triton"):
         compiled = torch.compile(_whole, dynamic=True)
         keys, counter = torch.arange(3, device=device)[:, None] << 55, torch.arange(99, device=device)
-        with suppress(Exception):  # a compiler can fail in many ways, and none of them matters here
-            least = torch.full((), 1 << 61, device=device)
-            if torch.equal(compiled(keys, counter, least), _whole(keys, counter, least)):
+        given = (keys, torch.full((), 5, device=device), counter, torch.full((), 1 << 61, device=device))
+        try:
+            if torch.equal(compiled(*given), _whole(*given)):
                 return compiled
+            reason = "the compiled kernel is wrong"
+        except Exception as error:  # a compiler can fail in many ways, and none of them matters here
+            reason = str(error).partition("\n")[0]
+    warnings.warn(f"dropout's masks are made in many launches: {reason}", stacklevel=2)
     return _whole
