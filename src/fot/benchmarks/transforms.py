@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -104,8 +105,14 @@ class CropAndFlip:
         sample = torch.arange(len(x), device=x.device)[:, None, None]
         rows, columns = rows.clamp(0, height - 1)[:, :, None], columns.clamp(0, width - 1)[:, None, :]
         cropped = x.permute(0, 2, 3, 1)[sample, rows, columns].permute(0, 3, 1, 2)
-        fill = torch.tensor(self.fill, dtype=x.dtype, device=x.device).view(-1, 1, 1)
+        fill = _constant(self.fill, x.dtype, x.device).view(-1, 1, 1)
         return torch.where(inside[:, None], cropped, fill)
+
+
+@cache
+def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Made once: a copy from the host could not be recorded in a CUDA graph."""
+    return torch.tensor(values, dtype=dtype, device=device)
 
 
 def standardise(train_x: np.ndarray) -> Prepare:
