@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from fot.aggregation import make_aggregation
 from fot.benchmarks import transforms
 from fot.benchmarks.stream import Task
 from fot.benchmarks.transforms import CropAndFlip
-from fot.engines.base import RoundKeys, Training
+from fot.engines.base import Round, RoundKeys, Training
 from fot.engines.sequential import LOSS
 from fot.engines.vectorized import VectorizedEngine, engine, masks
 from fot.engines.vectorized.graph import GraphedRound
@@ -182,22 +183,28 @@ def one_round(
     training: Training | None = None,
     augment: Any = None,
     state: Tree | None = None,
-    classes: int = CLASSES,
+    runs: int = 1,
+    totals: bool = False,
 ) -> Tree:
-    """What the clients send after a round on the device that is not there."""
+    """What the clients send after a round on the device that is not there, of one run or of several."""
     network = Network(model)  # its own parameters have values; they are not what a round trains
-    network.add_task(classes, 0, 0)
+    network.add_task(CLASSES, 0, 0)
     network.device = CUDA
     total = sum(sizes)
     x, y = torch.empty(total, *shape), torch.empty(total, dtype=torch.int64)
     clients = tuple(torch.arange(total).split(list(sizes)))
-    task = Task(0, "fake", classes, x, y, x[:1], y[:1], clients, augment)
     made = VectorizedEngine(network, method, training or Training(batch_size=4, lr=0.05, weight_decay=0.02))
-    made._held = engine.Holdings(task, CUDA)
     server = Server({name: t.to(CUDA) for name, t in network.tree().items()}, {})
-    return made.local_cohort(
-        server, task, range(len(sizes)), RoundKeys(1, 2, 3), {n: t.to(CUDA) for n, t in (state or {}).items()}
-    )
+    states = {c: {n: t[c].to(CUDA) for n, t in (state or {}).items()} for c in range(len(sizes))}
+    unused = make_aggregation("plain", seed=0).open(range(len(sizes)), kind="update", path=(0, 0))
+    rounds = [
+        Round(
+            server, Task(0, "fake", CLASSES, x, y, x[:1], y[:1], clients, augment), range(len(sizes)),
+            RoundKeys(1, 2, 3), states, unused,
+        )
+        for _ in range(runs)
+    ]  # fmt: skip
+    return made.local_cohort(rounds, ([*range(len(sizes))],) * runs, totals=totals)
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -214,13 +221,15 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("method", [FedAvg(), FOT(threshold=0.8)], ids=["fedavg", "fot"])
-def test_a_round_can_be_recorded(device: StandIn, name: str, method: Method) -> None:
+@pytest.mark.parametrize("totals", [False, True])
+@pytest.mark.parametrize(("method", "runs"), [(FedAvg(), 1), (FOT(threshold=0.8), 2)], ids=["fedavg", "fot"])
+def test_a_round_can_be_recorded(device: StandIn, name: str, method: Method, runs: int, totals: bool) -> None:
     """A full step and a short one, in which one client has no samples and another fewer; weight decay."""
     make, shape = MODELS[name]
     training = Training(batch_size=4, epochs=2 if "mlp" in name else 1, lr=0.05, weight_decay=0.02)
-    sent = one_round(make(), method, shape, (4, 7, 6), training=training)
-    assert all(tensor.is_cuda and tensor.shape[0] == 3 for tensor in sent.values()) and LOSS in sent
+    sent = one_round(make(), method, shape, (4, 7, 6), training=training, runs=runs, totals=totals)
+    assert all(tensor.is_cuda for tensor in sent.values()) and sent.pop(LOSS).shape == (3 * runs,)
+    assert {len(tensor) for tensor in sent.values()} == {runs if totals else 3 * runs}
     assert len(device.launches) > 50
 
 

@@ -339,7 +339,9 @@ def test_tf32_is_for_what_clients_train_and_not_for_the_server(kind, precision):
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cudnn.allow_tf32 = False
     try:
-        Run(build("digits", tasks=2), nn.Sequential(Noting(), nn.Linear(64, 10)), NotingFOT(), engine=options)()
+        Run(
+            build("digits", tasks=2), nn.Sequential(Noting(), nn.Linear(64, 10)), NotingFOT(), engine=options
+        )()
         assert seen.pop("training") == {precision == "tf32"}
         assert seen.pop("server") == seen.pop("sketch") == {False}
         assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == (False, False)

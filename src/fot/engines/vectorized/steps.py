@@ -152,7 +152,7 @@ def spread(sent: Tensor, clients: int) -> Tensor:
 def total_change(stack: Tensor, sent: Tensor) -> Tensor:
     """The sum over each model's clients of what they changed, in float64: ``[C, ...]`` to ``[R, ...]``."""
     clients = len(stack) // len(sent)
-    held = torch.stack([sum_rows(own) for own in stack.split(clients)])
+    held = torch.stack([sum_rows(own) for own in torch.split(stack, clients)])
     return held.sub_(sent, alpha=clients)
 
 
