@@ -11,7 +11,7 @@ from torch.func import functional_call
 from torch.nn.utils import parametrizations
 
 from fot.errors import UserError
-from fot.layers import Layer, find_layers, recorded_inputs
+from fot.layers import Layer, find_layers, keeps_samples_apart, recorded_inputs
 
 
 class Zoo(nn.Module):
@@ -228,6 +228,33 @@ def test_the_transformer_layer_runs_its_linears_in_eval_mode_too() -> None:
     with torch.no_grad():
         inputs = received(model, lambda: model(torch.randn(2, 5, 8)))
     assert [(name, tuple(x.shape)) for name, x in inputs] == [("linear1", (2, 5, 8)), ("linear2", (2, 5, 16))]
+
+
+class Order(nn.Module):
+    """Its layer receives samples in the order of the second axis."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.fc(x.view(-1, 2, 3).transpose(0, 1))
+        return y
+
+
+def test_which_models_keep_samples_apart() -> None:
+    def apart(model: nn.Module, x: Tensor) -> bool:
+        return keeps_samples_apart(model, find_layers(model).layers, x)
+
+    wide, tokens = torch.randn(5, 3), torch.randn(5, 6)
+    split = nn.Sequential(nn.Unflatten(1, (2, 3)), nn.Linear(3, 2))
+    for x, y in ((wide, tokens), (wide[:1], tokens[:1])):
+        assert apart(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), x) and apart(split, y)
+    assert not apart(Twice(), wide) and not apart(Order(), tokens)
+    centred = nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False), nn.Linear(3, 2))
+    assert not apart(centred, wide)
+    assert not apart(nn.Linear(3, 2), wide * torch.nan)  # nothing is known of it
+    assert not centred[1]._forward_pre_hooks
 
 
 def test_hooks_are_removed_even_after_an_error() -> None:

@@ -2,6 +2,6 @@
 
 from fot.layers.find import Protection, find_layers
 from fot.layers.layer import Layer
-from fot.layers.record import recorded_inputs
+from fot.layers.record import keeps_samples_apart, recorded_inputs
 
-__all__ = ["Layer", "Protection", "find_layers", "recorded_inputs"]
+__all__ = ["Layer", "Protection", "find_layers", "keeps_samples_apart", "recorded_inputs"]
