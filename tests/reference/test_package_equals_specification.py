@@ -39,8 +39,10 @@ class KeyedDraws(fm.Draws):
     def gaussian(self, task, client, layer, batch, n, s):
         if (task, client, layer) not in self.rows:
             of = fold(fold(key(SEED, "extraction", task), client), self.layers.index(layer))
-            self.rows[task, client, layer] = _GaussianRows(of, 1, s, torch.float64, "cpu")
-        return self.rows[task, client, layer].take(n)[0]
+            self.rows[task, client, layer] = _GaussianRows(of, "cpu")
+        rows = torch.empty(n, 1, s, dtype=torch.float64)
+        self.rows[task, client, layer].fill(rows)
+        return rows[:, 0]
 
 
 @dataclass(frozen=True)

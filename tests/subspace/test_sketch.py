@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -79,6 +81,63 @@ def test_a_sketch_does_not_depend_on_how_samples_are_cut_into_batches(sizes: lis
     assert whole["0/sketch"].shape == (2, 18, 36)
     for name in whole:
         torch.testing.assert_close(cut[name], whole[name], atol=1e-9, rtol=1e-12)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.lists(st.integers(0, 150), min_size=1, max_size=5),
+    st.integers(1, 200),
+    st.sampled_from([1 << 22, 1 << 14, 1 << 10]),
+    st.booleans(),
+)
+def test_clients_sketched_together_give_the_sum_of_their_sketches(
+    sizes: list[int], batch: int, chunk: int, exact: bool
+) -> None:
+    model, x = network(), data(sum(sizes), 4, 6, 6)
+    layers, parts = find_layers(model).layers, x.split(sizes)
+    bases = {"0": orthonormal(2, 18, 4)}
+    keys = [client % 3 for client in range(len(sizes))]  # some share a draw
+    wanted = summed(
+        [
+            sketch(model, [part], layers, bases, size="2d", key=key, exact=exact)
+            for part, key in zip(parts, keys, strict=True)
+        ]
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(Sketch.update.__wrapped__.__globals__, "CHUNK", chunk)
+        got = sketch(
+            model, x.split(batch), layers, bases, size="2d", key=keys, exact=exact, samples=sizes
+        )  # fmt: skip
+    assert got.keys() == wanted.keys()
+    for name in wanted:
+        torch.testing.assert_close(got[name], wanted[name], atol=1e-9, rtol=1e-12)
+
+
+def test_samples_that_are_not_the_clients_are_refused() -> None:
+    model, layers = linear(5)
+    for sizes in ([2, 3], [2, 1], [3, 0]):
+        with pytest.raises(UserError, match="the batches 4"):
+            sketch(model, [data(4, 5)], layers, {}, size="d", key=[0, 1], samples=sizes)
+    for key, sizes in (([0, 1], []), ([0], [2, 2]), (0, [2, 2])):
+        with pytest.raises(UserError, match="a key and a number of samples each"):
+            sketch(model, [data(4, 5)], layers, {}, size="d", key=key, samples=sizes)
+
+
+def test_many_rows_take_few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A convolution has hundreds of patches a sample, and on a GPU each draw is a launch of its own."""
+    drawn = []
+    normal = Tensor.normal_
+
+    def note(self: Tensor, **options: Any) -> Tensor:
+        drawn.append(len(self))
+        return normal(self, **options)
+
+    monkeypatch.setattr(Tensor, "normal_", note)
+    model = nn.Conv1d(1, 2, 3)
+    for n, most in ((3, 7), (40, 40), (400, 70)):  # of 500 patches each
+        drawn.clear()
+        sketch(model, data(n, 1, 502).float().split(7), find_layers(model).layers, {}, size="d", key=0)
+        assert len(drawn) <= most + 8 and 500 * n <= sum(drawn) <= 500 * n * 1.13 + 128
 
 
 def test_the_same_key_gives_the_same_bytes_and_another_does_not() -> None:

@@ -2,11 +2,15 @@
 
 For each layer, X* = X - O Oᵀ X and A = X* G, where G is an N x s matrix of independent standard normal
 numbers. X is met batch by batch and never kept: the memory is that of A, d x s, and of one chunk of columns.
+
+The sum over clients (10) is one sketch of all their columns, where each client's take the rows of its own G.
+So clients that use one model can be sketched together: no client's A is formed, only the sum.
 """
 
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from math import prod
@@ -25,8 +29,13 @@ Size = int | str | Mapping[str, int | str]
 """A sampling dimension s: a number (400), a multiple of d ("d", "5d", "0.5d"), or one of these by layer,
 ``{"conv*": "d", "*": "5d"}``, where the first pattern that matches a layer's name counts."""
 
+Owners = Sequence[tuple[int, int]]
+"""Whose samples or columns these are, one client after another: (client, how many)."""
+
 CHUNK = 1 << 22  # numbers held at once in a chunk of columns, or of G
-ROWS = 128  # rows of G drawn at a time, whatever the batches: so that G does not depend on the batch size
+GPU_CHUNK = 1 << 25  # the same on a GPU, where each chunk has the price of some launches
+ROWS = 128  # rows of G drawn at a time; later more, see `_GaussianRows`
+BLOCK = 1 << 20  # numbers drawn at a time at most, unless `ROWS` rows have more
 
 
 def sample_size(layer: Layer, size: Size) -> int:
@@ -68,7 +77,7 @@ def check_basis(layer: Layer, basis: Tensor) -> None:
 
 
 class Sketch:
-    """The running sketch of one client, or of any set of samples.
+    """The running sketch of one client, or the sum of those of several.
 
     Parameters
     ----------
@@ -78,8 +87,9 @@ class Sketch:
         full is left out, since nothing of it is new.
     size : Size
         The sampling dimension s, a number or a multiple of d, the same or by layer.
-    key : int
-        Names the draw of G; clients that are to be independent need different keys.
+    key : int or sequence of int
+        Names the draw of G; clients that are to be independent need different keys. Several clients that are
+        sketched together have one each.
     exact : bool
         Keep X* X*ᵀ (d x d) in place of X* G: for simulations, where the server draws the sketch from it.
     dtype, device
@@ -88,7 +98,8 @@ class Sketch:
     Notes
     -----
     The columns of X take the rows of G in the order in which they come, so that a sketch depends on the order
-    of the samples but, rounding apart, not on how they are cut into batches.
+    of the samples but, rounding apart, not on how they are cut into batches. Those of several clients come
+    client after client, and each client's take the rows that they would take alone.
 
     How well it does: where the k-th singular value of X* stands out, the k leading directions of A lie within
     an angle of sin θ <= 4 (σ_{k+1} / σ_k) √(d / s) of those of X*, for s >= d and k <= d / 8 (tested).
@@ -100,7 +111,7 @@ class Sketch:
         bases: Mapping[str, Tensor],
         *,
         size: Size,
-        key: int,
+        key: int | Sequence[int],
         exact: bool = False,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
@@ -115,90 +126,149 @@ class Sketch:
         self.dtype = torch.promote_types(dtype, torch.float32)
         self._bases = {name: basis.to(device, self.dtype) for name, basis in bases.items() if basis.shape[-1]}
         self._sums: dict[str, Tensor] = {}
-        self._energies: dict[str, Tensor] = {}  # [2, g]: of X* and of X
-        self._rows: dict[str, _GaussianRows] = {}
-        for position, layer in enumerate(layers):
-            if layer not in self.layers:
-                continue
+        self._energies: dict[str, Tensor] = {}  # [clients, 2, g]: of X* and of X
+        self._keys = [key] if isinstance(key, int) else list(key)
+        self._positions = {layer.name: position for position, layer in enumerate(layers)}
+        self._rows: dict[str, tuple[int, _GaussianRows]] = {}  # of the client whose columns are coming
+        for layer in self.layers:
             g, d = layer.groups, layer.dimension
             s = d if exact else sample_size(layer, size)
             self._sums[layer.name] = torch.zeros(g, d, s, dtype=self.dtype, device=device)
-            self._energies[layer.name] = torch.zeros(2, g, dtype=torch.float64, device=device)
-            if not exact:
-                self._rows[layer.name] = _GaussianRows(fold(key, position), g, s, self.dtype, device)
+            self._energies[layer.name] = torch.zeros(
+                len(self._keys), 2, g, dtype=torch.float64, device=device
+            )
 
     @torch.no_grad()
-    def update(self, layer: Layer, x: Tensor) -> None:
-        """Take in what `layer` receives: an input of its module, of any number of samples."""
+    def update(self, layer: Layer, x: Tensor, owners: Owners = ((0, 1),)) -> None:
+        """Take in what `layer` receives: an input of its module, of any number of samples.
+
+        Where there are several clients, `owners` says how many of the samples are whose. A client's samples
+        then come to a layer in one go, or in batches that follow each other.
+        """
         x = layer.batched(x)
         if layer not in self.layers or not x.numel():
             return
         a = self._sums[layer.name]
+        most = CHUNK if x.device.type == "cpu" else GPU_CHUNK
         wide = x[0].numel() * prod(layer.shape[2:])  # of the columns of one sample, at stride 1
+        each = len(x) // sum(n for _, n in owners)  # a sample may be several tokens
+        whose = deque((client, n * each) for client, n in owners)
         with torch.autocast(x.device.type, enabled=False):
-            for part in torch.split(x, max(1, CHUNK // wide)):
+            for part in torch.split(x, max(1, most // wide)):
                 columns = layer.columns(part.to(self.dtype))
-                for chunk in torch.split(columns, max(ROWS, CHUNK // (a.shape[0] * a.shape[2])), dim=-1):
-                    self._add(layer.name, chunk)
+                patches = columns.shape[-1] // len(part)
+                of_part = deque((client, n * patches) for client, n in _taken(whose, len(part)))
+                for chunk in torch.split(columns, max(ROWS, most // (a.shape[0] * a.shape[2])), dim=-1):
+                    self._add(layer.name, chunk, _taken(of_part, chunk.shape[-1]))
 
-    def _add(self, name: str, x: Tensor) -> None:
-        residual = x
+    def _add(self, name: str, x: Tensor, owners: Owners) -> None:
+        residual, energies = x, _energies(x)
+        of_columns = torch.stack([energies, energies])
         if name in self._bases:
             basis = self._bases[name]
             residual = torch.baddbmm(x, basis, basis.mT @ x, alpha=-1)
-        self._energies[name] += torch.stack([_energy(residual), _energy(x)])
-        other = residual.mT if self.exact else self._rows[name].take(x.shape[-1])
+            of_columns[0] = _energies(residual)
+        own = [part.sum(-1) for part in torch.split(of_columns, [n for _, n in owners], dim=-1)]
+        self._energies[name][owners[0][0] : owners[-1][0] + 1] += torch.stack(own)
+        other = residual.mT if self.exact else self._gaussian(name, owners)
         self._sums[name].baddbmm_(residual, other)
 
-    def result(self, samples: int) -> dict[str, Tensor]:
-        """The arrays to be summed over clients, of which this one holds `samples` samples.
+    def _gaussian(self, name: str, owners: Owners) -> Tensor:
+        """The next rows of the clients' G's, stacked: [g, n, s]."""
+        a = self._sums[name]
+        stacked = a.new_empty(sum(n for _, n in owners), a.shape[0], a.shape[2])
+        for (client, _), rows in zip(owners, torch.split(stacked, [n for _, n in owners]), strict=True):
+            if self._rows.get(name, (None,))[0] != client:
+                key = fold(self._keys[client], self._positions[name])
+                self._rows[name] = client, _GaussianRows(key, a.device)
+            self._rows[name][1].fill(rows)
+        return stacked.transpose(0, 1)
+
+    def result(self, samples: int | Sequence[int]) -> dict[str, Tensor]:
+        """The arrays to be summed over clients; `samples` says how many the client, or each client, holds.
 
         ``{layer}/sketch`` [g, d, s] = A (or ``{layer}/gram`` [g, d, d]), ``{layer}/residual`` [g] = ‖X*‖²,
-        ``{layer}/energy`` [g] = ‖X‖², ``{layer}/ratio`` [g] = n ‖X*‖ / ‖X‖ and ``samples`` [] = n. A layer
-        that received nothing, or nothing but zeros, gives zeros. The arrays are the running ones, not copies:
-        take them last.
+        ``{layer}/energy`` [g] = ‖X‖², ``{layer}/ratio`` [g] = n ‖X*‖ / ‖X‖ and ``samples`` [] = n; of several
+        clients, the sums of these. A layer that received nothing, or nothing but zeros, gives zeros. The
+        arrays are the running ones, not copies: take them last.
         """
+        device = next((total.device for total in self._sums.values()), None)
+        held = [samples] if isinstance(samples, int) else samples
+        n = torch.tensor(held, dtype=torch.float64, device=device)
+        self._check_finite()
         arrays = {}
-        device: torch.device | str = "cpu"
         for name, total in self._sums.items():
-            residual, energy = self._energies[name]
-            if not bool(torch.isfinite(energy).all()) or not bool(torch.isfinite(total).all()):
-                raise NotFinite(
-                    f"layer '{name}' received NaN, infinite or overflowing inputs: the model has diverged "
-                    "or the data are damaged; lower the learning rate or check the data"
-                )
-            ratio = samples * torch.sqrt(residual / energy.clamp_min(torch.finfo(torch.float64).tiny))
+            residual, energy = self._energies[name].unbind(1)
+            ratio = n[:, None] * torch.sqrt(residual / energy.clamp_min(torch.finfo(torch.float64).tiny))
             arrays[f"{name}/gram" if self.exact else f"{name}/sketch"] = total
-            arrays |= {f"{name}/residual": residual, f"{name}/energy": energy, f"{name}/ratio": ratio}
-            device = total.device
-        arrays["samples"] = torch.tensor(float(samples), dtype=torch.float64, device=device)
+            of_clients = {"residual": residual, "energy": energy, "ratio": ratio}
+            arrays |= {f"{name}/{what}": each.sum(0) for what, each in of_clients.items()}
+        arrays["samples"] = n.sum()
         return arrays
+
+    def _check_finite(self) -> None:
+        """Refuse sums that are not finite. All layers are looked at first: a GPU is waited for once."""
+        checks = [self._energies[n].isfinite().all() & a.isfinite().all() for n, a in self._sums.items()]
+        fine = torch.stack(checks).tolist() if checks else []
+        for name in (name for name, ok in zip(self._sums, fine, strict=True) if not ok):
+            raise NotFinite(
+                f"layer '{name}' received NaN, infinite or overflowing inputs: the model has diverged "
+                "or the data are damaged; lower the learning rate or check the data"
+            )
 
 
 class _GaussianRows:
-    """The rows of G, one after another, as [g, n, s]; drawn in blocks of `ROWS`, however they are taken."""
+    """The rows of a client's G, one after another, in blocks that do not depend on how they are taken.
 
-    def __init__(
-        self, key: int, groups: int, size: int, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
+    The first blocks have `ROWS` rows each, later ones an eighth of what was drawn before, up to `BLOCK`
+    numbers: so a convolution's many patches take few draws, and a small client draws little in vain.
+    """
+
+    def __init__(self, key: int, device: torch.device | str) -> None:
         self._generator = generator(key, device)
-        self._spare = torch.empty(0, groups, size, dtype=dtype, device=device)
+        self._drawn = 0
+        self._spare: Tensor | None = None
 
-    def take(self, n: int) -> Tensor:
-        blocks = -(-(n - len(self._spare)) // ROWS)
-        rows = self._spare
-        if blocks > 0:
-            drawn = rows.new_empty(blocks * ROWS, *rows.shape[1:])
-            for block in torch.split(drawn, ROWS):
-                block.normal_(generator=self._generator)
-            rows = torch.cat([rows, drawn])
-        self._spare = rows[n:].clone()
-        return rows[:n].transpose(0, 1)
+    def fill(self, rows: Tensor) -> None:
+        """Write the next rows into `rows` [n, g, s], which is contiguous."""
+        if self._spare is not None:
+            kept = min(len(rows), len(self._spare))
+            rows[:kept] = self._spare[:kept]
+            rows, self._spare = rows[kept:], self._spare[kept:]
+        while len(rows):
+            block = max(ROWS, min(self._drawn // 8, BLOCK // rows[0].numel()))
+            self._drawn += block
+            if block <= len(rows):
+                rows[:block].normal_(generator=self._generator)
+            else:
+                drawn = rows.new_empty(block, *rows.shape[1:]).normal_(generator=self._generator)
+                rows[:] = drawn[: len(rows)]
+                self._spare = drawn[len(rows) :]
+            rows = rows[block:]
 
 
-def _energy(x: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(x, dim=(1, 2), dtype=torch.float64)
-    return norm**2
+def _taken(whose: deque[tuple[int, int]], n: int) -> list[tuple[int, int]]:
+    """The owners of the next n, taken off the front of `whose`.
+
+    Examples
+    --------
+    >>> whose = deque([(0, 3), (1, 2)])
+    >>> _taken(whose, 4), whose
+    ([(0, 3), (1, 1)], deque([(1, 1)]))
+    """
+    taken = []
+    while n:
+        client, held = whose.popleft()
+        taken.append((client, min(n, held)))
+        if held > n:
+            whose.appendleft((client, held - n))
+        n -= taken[-1][1]
+    return taken
+
+
+def _energies(x: Tensor) -> Tensor:
+    """The energy of each column of x [g, d, n]."""
+    return x.to(torch.float64, copy=True).square_().sum(1)
 
 
 def sketch(
@@ -208,8 +278,9 @@ def sketch(
     bases: Mapping[str, Tensor],
     *,
     size: Size,
-    key: int,
+    key: int | Sequence[int],
     exact: bool = False,
+    samples: Sequence[int] = (),
     forward: Callable[[Any], object] | None = None,
 ) -> dict[str, Tensor]:
     """Sketch the layer inputs that a client's data cause in a model.
@@ -223,6 +294,9 @@ def sketch(
         without data gives zeros.
     layers, bases, size, key, exact
         As for `Sketch`.
+    samples : sequence of int, optional
+        Where clients are sketched together, with a key each: how many of the samples are whose, in order.
+        The layers must keep samples apart; see `fot.layers.keeps_samples_apart`.
     forward : callable, optional
         How a batch's inputs are run, where ``model(inputs)`` will not do: a task's head, other parameters.
 
@@ -240,21 +314,34 @@ def sketch(
     >>> arrays["0/sketch"].shape, round(arrays["0/energy"].item()), arrays["samples"].item()
     (torch.Size([1, 6, 12]), 30, 5.0)
     """
+    if len(samples or [0]) != (1 if isinstance(key, int) else len(key)):
+        raise UserError("clients that are sketched together need a key and a number of samples each")
     parameter = next(model.parameters())
     running = Sketch(
         layers, bases, size=size, key=key, exact=exact, dtype=parameter.dtype, device=parameter.device
     )
     training = {module: module.training for module in model.modules()}
-    samples = 0
+    whose, owners, seen = deque(enumerate(samples)), [(0, 1)], 0
+
+    def receive(layer: Layer, x: Tensor) -> None:
+        running.update(layer, x, owners)
+
     try:
         model.eval()
-        with torch.no_grad(), recorded_inputs(model, running.layers, running.update):
+        with torch.no_grad(), recorded_inputs(model, running.layers, receive):
             for batch in batches:
                 x = batch[0] if isinstance(batch, tuple | list) else batch
+                seen += len(x)
+                if samples and seen > sum(samples):
+                    break
                 if len(x):
+                    owners = _taken(whose, len(x)) if len(samples) > 1 else owners
                     (forward or model)(x)
-                    samples += len(x)
     finally:
         for module, flag in training.items():
             module.training = flag
-    return running.result(samples)
+    if samples and seen != sum(samples):
+        raise UserError(
+            f"the clients hold {sum(samples)} samples, the batches {seen}: say of each whose it is"
+        )
+    return running.result(samples or seen)
