@@ -12,7 +12,7 @@ client's loss in that client's slice. Write ``loss`` with ``batch.mean`` and pla
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -104,6 +104,15 @@ class Method:
         """The client's new state, and the statistics to be summed over clients."""
         return client, {}
 
+    def pooled_statistics(
+        self, network: Network, params: Tree, clients: Sequence[ClientData], broadcast: Tree
+    ) -> Tree | None:
+        """The statistics of clients that use one model, summed already; None where each is to be asked alone.
+
+        For a method whose ``end_of_task`` leaves a client's state as it is and gives these statistics.
+        """
+        return None
+
     def aggregate(self, network: Network, server: Server, mean_update: Tree) -> Server:
         """The server after a round, from the mean of the clients' updates."""
         moved = {name: server.params[name] + delta for name, delta in mean_update.items()}
@@ -145,3 +154,10 @@ class Method:
     def extracts(self) -> bool:
         """Whether clients have anything to do at the end of a task."""
         return type(self).end_of_task is not Method.end_of_task
+
+    @property
+    def pools(self) -> bool:
+        """Whether ``pooled_statistics`` is meant for this ``end_of_task``, not for one that it overrides."""
+        both = {"end_of_task", "pooled_statistics"}
+        newest = next(kind for kind in type(self).__mro__ if both & vars(kind).keys())
+        return newest is not Method and "pooled_statistics" in vars(newest)

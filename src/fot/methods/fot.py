@@ -10,17 +10,22 @@ basis O of the inputs that old tasks gave it, and removes from every mean update
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
+
 from fot.errors import UserError
-from fot.layers import Layer, Protection, find_layers
+from fot.layers import Layer, Protection, find_layers, keeps_samples_apart
 from fot.methods.base import ClientData, Method, Server
 from fot.network import Network, Tree
 from fot.options import Between
 from fot.randomness import fold
 from fot.subspace import SubspaceMemory, sample_size, sketch, threshold_at
+
+BATCH = {"cpu": 256, "cuda": 2048}  # samples that pass through the network at once in GPSE
 
 
 @dataclass(frozen=True)
@@ -88,16 +93,36 @@ class FOT(Method):
         self, network: Network, params: Tree, data: ClientData, client: Tree, broadcast: Tree
     ) -> tuple[Tree, Tree]:
         """GPSE on the client, eqs. (8) and (9)."""
+        return client, self._statistics(network, params, [data], broadcast)
+
+    def pooled_statistics(
+        self, network: Network, params: Tree, clients: Sequence[ClientData], broadcast: Tree
+    ) -> Tree | None:
+        """GPSE on several clients, eqs. (8) to (10), where the network keeps their samples apart."""
+        held = [data.x for data in clients if len(data.x)]
+        if not held:
+            return None
+        ends = torch.cat([held[0][:2], held[-1][-2:]])
+        apart = keeps_samples_apart(
+            network.module, self._sketched(network), ends, lambda x: network(params, x, clients[0].task)
+        )
+        return self._statistics(network, params, clients, broadcast) if apart else None
+
+    def _statistics(
+        self, network: Network, params: Tree, clients: Sequence[ClientData], broadcast: Tree
+    ) -> Tree:
         shared = self.shared_sketch_seed
-        return client, sketch(
+        x = torch.cat([data.x for data in clients])
+        return sketch(
             network.module,
-            (x for x, _ in data.batches()),
+            torch.split(x, BATCH.get(x.device.type, 256)),
             self._sketched(network),
             broadcast,
             size=self.sketch,
-            key=fold(data.key, data.position // shared if shared else data.client),
+            key=[fold(c.key, c.position // shared if shared else c.client) for c in clients],
             exact=self.exact,
-            forward=lambda x: network(params, x, data.task),
+            samples=[len(data.x) for data in clients],
+            forward=lambda x: network(params, x, clients[0].task),
         )
 
     def consolidate(
