@@ -14,6 +14,7 @@ from fot.benchmarks.stream import Task
 from fot.engines.base import Round, RoundKeys, RoundOutcome, Training
 from fot.engines.sequential import LOSS, SequentialEngine
 from fot.engines.vectorized.cohort import Holdings, chunks, cohort_steps
+from fot.engines.vectorized.extraction import add_pooled
 from fot.engines.vectorized.graph import GraphedRound
 from fot.engines.vectorized.local import LocalTraining, stacked_states
 from fot.engines.vectorized.stacked import CannotBatch
@@ -35,7 +36,8 @@ class VectorizedEngine(SequentialEngine):
     """Clients train at once: one batched product where the reference makes one a client.
 
     A model or method that cannot be folded (see ``folding``) is trained by the sequential engine
-    instead; ``fallback`` then says why. The end of a task and evaluation are the sequential engine's.
+    instead; ``fallback`` then says why. At the end of a task clients are asked together where their sum is
+    formed in the open and the method pools them. Evaluation is the sequential engine's.
 
     Parameters
     ----------
@@ -163,6 +165,35 @@ class VectorizedEngine(SequentialEngine):
             self._verdicts.clear()
             self._alike = self._same_in_all(rounds)
         return self._held
+
+    def extract(
+        self,
+        server: Server,
+        task: Task,
+        participants: Sequence[int],
+        key: int,
+        clients: dict[int, Tree],
+        summation: Summation,
+        *,
+        local_params: dict[int, Tree],
+        positions: Sequence[int] | None = None,
+    ) -> RoundOutcome:
+        """Let clients take part at the end of a task: together where that is possible, the others alone."""
+        places = positions or range(len(participants))
+        alone, outcome = list(range(len(participants))), RoundOutcome(None)
+        if summation.add_total is not None and not local_params and self.method.pools:
+            alone = add_pooled(
+                self.network, self.method, server, task, self._data(task), participants, places, key,
+                summation.add_total,
+            )  # fmt: skip
+        if alone:
+            outcome = super().extract(
+                server, task, [participants[i] for i in alone], key, clients, summation,
+                local_params=local_params, positions=[places[i] for i in alone],
+            )  # fmt: skip
+        if outcome.sums is None and len(alone) < len(participants):
+            outcome = replace(outcome, sums=summation.close())
+        return outcome
 
     def _verdict(self, rounds: Sequence[Round]) -> str | None:
         """Why these cohorts cannot train at once, or None.
