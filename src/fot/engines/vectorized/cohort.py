@@ -99,26 +99,29 @@ def cohort_steps(
     position = torch.arange(longest, device=clients.device)
     present = position < count[:, None]
     own_steps = (count + batch_size - 1) // batch_size
+    # What all steps need is made for all at once: a call costs as much for one step as for all.
+    nth = torch.arange(-(-longest // batch_size), device=clients.device)[:, None]
+    number = (count - nth * batch_size).clamp(1, batch_size).to(dtype).T.repeat_interleave(batch_size, 1)
+    share = present.to(dtype) / number[:, :longest]
     for epoch in range(epochs):
         draw = bits(fold(order, epoch)[:, None], position)
         shuffled = torch.where(present, draw, 1 << 33).argsort(dim=1, stable=True)
         held = holdings.rows[begin[:, None] + torch.where(present, shuffled, 0)]
-        for j in range(-(-longest // batch_size)):
+        masks = fold(dropout, own_steps * epoch + nth)
+        for j in range(len(nth)):
             piece = slice(j * batch_size, min(longest, (j + 1) * batch_size))
             rows, valid = held[:, piece].flatten(), present[:, piece]
-            step = own_steps * epoch + j
             inputs, index = holdings.x[rows], holdings.tasks[0].index
             if any(task.augment for task in holdings.tasks):
+                step = own_steps * epoch + j
                 own = fold(fold(augment, step)[:, None], position[: valid.shape[1]]).flatten()
                 inputs = _augmented(holdings.tasks, inputs, own)
             everyone, full = shortest > piece.start, shortest >= piece.stop
-            number = valid.sum(1, keepdim=True).clamp(min=1)
-            weight = valid.to(dtype) / number.to(dtype)
             yield Step(
-                FoldedBatch(inputs, holdings.y[rows], index, weight.flatten(), len(places)),
+                FoldedBatch(inputs, holdings.y[rows], index, share[:, piece].flatten(), len(places)),
                 None if full else valid.flatten(),
                 None if everyone else valid[:, 0],
-                fold(dropout, step),
+                masks[j],
             )
 
 
