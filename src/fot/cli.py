@@ -237,10 +237,13 @@ def bench_engine(
     rounds: Annotated[int, typer.Option(min=1)] = 5,
 ) -> None:
     """Rounds per second of the engines and of a plain loop over clients, on the same work."""
+    import torch
+
     from fot.engines import bench as engines
 
     rows = engines.bench_engine(work, device=device, precision=precision, rounds=rounds)
-    console.print(engines.bench_table(rows, f"{work} on {device}, {precision}"))
+    where = f"{device}, {torch.get_num_threads()} threads" if device == "cpu" else device
+    console.print(engines.bench_table(rows, f"{work} on {where}, {precision}"))
 
 
 @bench.command("secagg")

@@ -15,7 +15,7 @@ def sum_rows(array: Tensor) -> Tensor:
 
     A CPU would first copy the whole array into float64: a large one is added up row by row instead.
     """
-    if array.is_cuda or array.numel() < 1 << 20:
+    if array.is_cuda or array.numel() < 1 << 18:
         return array.sum(0, dtype=torch.float64)
     total = torch.zeros(array.shape[1:], dtype=torch.float64)
     for row in array:
