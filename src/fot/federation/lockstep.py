@@ -1,8 +1,8 @@
 """Runs side by side: what several of them train at the same moment is trained at once.
 
-Three seeds, or five thresholds, are as many runs of the same work. A GPU that one cohort does not fill
-trains all their cohorts in the time of one, and on a CPU small networks share the cost of each call. No
-run notices: its draws come from its own keys, its sums are over its own clients, and its results differ
+Three seeds, or five thresholds, are as many runs of the same local work on other models and data. Their
+cohorts make one large batch, which shares the cost of every call and fills more of a GPU. No run notices:
+its draws come from its own keys, its sums are over its own clients, and its results differ
 from those of a run alone by rounding.
 """
 
