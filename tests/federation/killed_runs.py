@@ -8,6 +8,7 @@ random moments and taken up again each time; prints the folders of the runs that
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -31,9 +32,13 @@ def run_in_child(experiment: Experiment, path: Path, kill_after: float | None) -
             status = 0
         finally:
             os._exit(status)
-    if kill_after is not None:
-        time.sleep(kill_after)
-        os.kill(child, signal.SIGKILL)
+    deadline = math.inf if kill_after is None else time.monotonic() + kill_after
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.001)
+    os.kill(child, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
@@ -49,8 +54,9 @@ def main(folder: Path, recipe: str, kills: int, sets: list[str]) -> None:
     while killed < kills:
         if run_in_child(experiment, path, whole * moments.uniform(0.05, 0.6)) == -signal.SIGKILL:
             killed += 1
-        else:  # it came to its end before: start another
+        else:  # it came to its end before, the machine being less busy than at first: start another
             print(path)
+            whole /= 2
             path = folder / f"disturbed-{killed}"
     assert run_in_child(experiment, path, None) == 0
     print(path)
