@@ -300,14 +300,14 @@ def _run_all(jobs: list[Job], together: int | None) -> list[dict[str, Any]]:
     """Run experiments in their folders, those that are alike side by side; the summaries in their order."""
     from fot.federation.launch import finished, groups, launch_together
     from fot.results.progress import display
+    from fot.results.table import varied
 
     titles = []
     for number, (experiment, path, note) in enumerate(jobs, start=1):
         partition = experiment.benchmark.get("partition", "iid")
         names = (experiment.benchmark["name"], experiment.method["name"], partition)
-        swept = [f"{key.rpartition('.')[2]} {value}" for key, value in note.get("sweep", {}).items()]
         prefix = f"{number}/{len(jobs)} " if len(jobs) > 1 else ""
-        titles.append(prefix + " ".join(map(str, (*names, *swept, f"seed {experiment.seed}"))))
+        titles.append(prefix + " ".join(map(str, (*names, *varied(note), f"seed {experiment.seed}"))))
         if finished(experiment, path):
             console.print(f"{titles[-1]}: already run, read from {path}", highlight=False, soft_wrap=True)
     summaries: dict[int, dict[str, Any]] = {}

@@ -7,11 +7,14 @@ import pytest
 from results_synthetic import make_run
 from rich.console import Console
 
+from fot.results import RunFolder
+from fot.results.comparison import comparison_page
 from fot.results.table import (
     comparison_markdown,
     comparison_rows,
     comparison_table,
     format_bytes,
+    group_runs,
     headline,
     run_markdown,
     run_table,
@@ -125,3 +128,20 @@ def test_runs_of_other_settings_are_not_taken_for_other_seeds(tmp_path):
     assert [row[headings.index("Seeds")] for row in rows] == ["2", "1"]
     assert [row[headings.index("Method")] for row in rows] == ["FOT (aaaaaa)", "FOT (bbbbbb)"]
     assert comparison_rows([one, same])[1][0][2] == "FOT"
+
+
+def test_runs_of_a_sweep_are_told_apart_by_what_it_varied(tmp_path):
+    make_run(tmp_path, method="fot", seed=0, tasks=2)
+    base = RunFolder.open(tmp_path).read_summary()
+    runs = [
+        {**base, "settings": f"digest{v}", "sweep": {"method.threshold": v}, "seed": s}
+        for v in (0.9, 0.95)
+        for s in (0, 1)
+    ]
+    assert [(g.name, len(g.runs)) for g in group_runs(runs)] == [
+        ("FOT (threshold 0.9)", 2),
+        ("FOT (threshold 0.95)", 2),
+    ]
+    html = comparison_page(runs, [("a", runs[0])])
+    assert "FOT (threshold 0.95) ends at" in html and ">threshold 0.95</text>" in html
+    assert "FOT, permuted-mnist, iid, threshold 0.9, seed 0" in html

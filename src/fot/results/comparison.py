@@ -13,7 +13,7 @@ from fot.files import write_whole
 from fot.results import charts, metrics, page
 from fot.results.charts import Bar, Line
 from fot.results.folder import RunFolder
-from fot.results.table import COLUMNS, Group, Summary, group_runs, method_name
+from fot.results.table import COLUMNS, Group, Summary, group_runs, method_name, varied
 
 
 def write_comparison(dirs: Sequence[str | Path], out: str | Path) -> Path:
@@ -42,8 +42,8 @@ def write_comparison(dirs: Sequence[str | Path], out: str | Path) -> Path:
 def comparison_page(summaries: Sequence[Summary], links: Sequence[tuple[str, Summary]] = ()) -> str:
     """Return the comparison as HTML: a section a benchmark and partition, and links to single reports."""
     groups = group_runs(summaries)
-    methods = list(dict.fromkeys(group.method for group in groups))
-    colours = {method: charts.category(n) for n, method in enumerate(methods)}
+    names = list(dict.fromkeys(group.name for group in groups))
+    colours = {name: charts.category(n) for n, name in enumerate(names)}
     places = list(dict.fromkeys((group.benchmark, group.partition) for group in groups))
     body = ""
     for place in places:
@@ -59,13 +59,12 @@ def comparison_page(summaries: Sequence[Summary], links: Sequence[tuple[str, Sum
         body += page.cards([page.card("Single runs", "", f'<ul class="links">{items}</ul>', full=True)])
     where = " · ".join(f"<b>{escape(benchmark)}</b> {escape(partition)}" for benchmark, partition in places)
     lead = f"{len(summaries)} runs. Numbers are means over seeds, with the sample standard deviation."
-    names = ", ".join(method_name(method) for method in methods)
-    return page.page(f"Comparison of {names}", where, _verdict(groups, places), lead, body)
+    return page.page(f"Comparison of {', '.join(names)}", where, _verdict(groups, places), lead, body)
 
 
 def _run_name(summary: Summary) -> str:
-    name = method_name(summary["method"])
-    return f"{name}, {summary['benchmark']}, {summary['partition']}, seed {summary['seed']}"
+    where = (summary["benchmark"], summary["partition"], *varied(summary), f"seed {summary['seed']}")
+    return ", ".join([method_name(summary["method"]), *where])
 
 
 def _mean(group: Group, key: str) -> float | None:
@@ -85,9 +84,15 @@ def _verdict(groups: Sequence[Group], places: Sequence[tuple[str, str]]) -> str:
     for group in (ranked[0], ranked[-1]):
         lost = _mean(group, "fgt")
         forgot = "" if lost is None else f" with {lost:.1f} points forgotten".replace("-0.0", "0.0")
-        said.append(f"{method_name(group.method)} ends at {_mean(group, 'acc'):.1f} %{forgot}")
+        said.append(f"{group.name} ends at {_mean(group, 'acc'):.1f} %{forgot}")
     sentence = "; ".join(said) + "."
     return sentence[0].upper() + sentence[1:]
+
+
+def _label(group: Group, groups: Sequence[Group]) -> str:
+    """A group's name in a chart, where room is short: of one method's settings, what differs."""
+    one_method = len({other.method for other in groups}) == 1
+    return group.mark.strip(" ()") if group.mark and one_method else group.name
 
 
 def _bars(groups: Sequence[Group], colours: Mapping[str, charts.Colour], key: str, label: str) -> str:
@@ -98,7 +103,7 @@ def _bars(groups: Sequence[Group], colours: Mapping[str, charts.Colour], key: st
             spread = statistics.stdev(values) if len(values) > 1 else 0.0
             mean = statistics.fmean(values)
             said = f"{mean:.1f}" + (f" ± {spread:.1f}" if len(values) > 1 else "")
-            bars.append(Bar(method_name(group.method), mean, said, colours[group.method], spread))
+            bars.append(Bar(_label(group, groups), mean, said, colours[group.name], spread))
     if not bars:
         return '<p class="soft">Not defined for one task.</p>'
     return page.chart(lambda width: charts.bar_chart(bars, label=label, width=width))
@@ -111,7 +116,7 @@ def _curves(groups: Sequence[Group], colours: Mapping[str, charts.Colour]) -> st
         length = min(map(len, curves))
         longest = max(longest, length)
         points = [(t + 1.0, statistics.fmean(curve[t] for curve in curves)) for t in range(length)]
-        lines.append(Line(method_name(group.method), colours[group.method], points))
+        lines.append(Line(_label(group, groups), colours[group.name], points))
     return page.chart(
         lambda width: charts.line_chart(
             lines,
@@ -130,7 +135,7 @@ def _table(groups: Sequence[Group]) -> str:
         f'<th scope="col">{escape(name)}</th>' for name in ("Method", "Seeds", *(c.heading for c in columns))
     )
     rows = "".join(
-        f'<tr><th scope="row">{escape(method_name(group.method))}</th><td>{len(group.runs)}</td>'
+        f'<tr><th scope="row">{escape(group.name)}</th><td>{len(group.runs)}</td>'
         + "".join(f"<td>{escape(group.cell(column))}</td>" for column in columns)
         + "</tr>"
         for group in groups

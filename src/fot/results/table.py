@@ -105,6 +105,11 @@ class Group:
     mark: str = ""
     """Set where a method appears with several settings: pooling these as seeds would be wrong."""
 
+    @property
+    def name(self) -> str:
+        """What tables and charts call it."""
+        return method_name(self.method) + self.mark
+
     def cell(self, column: Column) -> str:
         """Return ``mean ± sample standard deviation``, the mean if all agree, a dash where undefined."""
         values = [v for v in map(column.value, self.runs) if v is not None]
@@ -131,8 +136,12 @@ def _mark(settings: str, method: str, run: Summary, methods: Mapping[tuple[str, 
     """What tells apart two groups of one method: what a sweep varied, or the digest of their settings."""
     if sum(name == method for name, _ in methods) == 1:
         return ""
-    varied = [f"{key.rpartition('.')[2]} {value}" for key, value in run.get("sweep", {}).items()]
-    return f" ({', '.join(varied) or settings[:6]})"
+    return f" ({', '.join(varied(run)) or settings[:6]})"
+
+
+def varied(run: Summary) -> list[str]:
+    """The settings that a sweep varied, as people read them."""
+    return [f"{key.rpartition('.')[2]} {value}" for key, value in run.get("sweep", {}).items()]
 
 
 def comparison_rows(summaries: Sequence[Summary]) -> tuple[list[str], list[list[str]]]:
@@ -142,7 +151,7 @@ def comparison_rows(summaries: Sequence[Summary]) -> tuple[list[str], list[list[
         [
             g.benchmark,
             g.partition,
-            method_name(g.method) + g.mark,
+            g.name,
             str(len(g.runs)),
             *(g.cell(c) for c in COLUMNS),
         ]
