@@ -158,6 +158,27 @@ def test_wide_layers_are_factored(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {(1, 120, 90), (1, 100, 120)} <= set(made) and (1, CLASSES, 100) not in made
 
 
+@pytest.mark.parametrize("name", ["mlp", "alexnet"])
+def test_what_a_round_gives_may_be_overwritten_by_the_next(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """As on a GPU, where a recording is replayed into the same tensors again and again."""
+    train, outputs = VectorizedEngine.local_cohort, {}
+
+    def replayed(self: VectorizedEngine, *rest: Any, **options: Any) -> Tree:
+        found = train(self, *rest, **options)
+        kept = outputs.setdefault(tuple((n, t.shape, t.dtype) for n, t in found.items()), found)
+        for n, tensor in found.items():
+            kept[n].copy_(tensor)
+        return kept
+
+    monkeypatch.setattr(VectorizedEngine, "local_cohort", replayed)
+    model, shape = MODELS[name]
+    for method in (FedAvg(), FOT(threshold=0.8)):
+        outputs.clear()
+        assert_engines_agree(model, method, [a_task(shape, (6, 7, 3, 9), t) for t in range(2)], 2, at_once=2)
+
+
 class Tied(nn.Module):
     """One weight used twice, and one used by hand: both must be left to autograd."""
 

@@ -22,6 +22,8 @@ class Holdings:
 
     def __init__(self, tasks: Sequence[Task], data: Sequence[tuple[Tensor, Tensor]]) -> None:
         self.tasks = list(tasks)
+        self.sizes = [[len(rows) for rows in task.clients] for task in tasks]
+        """How many samples each client of each run holds."""
         self.x, self.y = (
             torch.cat(parts) if len(data) > 1 else parts[0] for parts in zip(*data, strict=True)
         )
@@ -36,10 +38,6 @@ class Holdings:
         numbers = torch.tensor([0, *(len(task.clients) for task in tasks)])
         self.first = numbers.cumsum(0)[:-1, None].to(device)
         """``[R, 1]``, the place of each run's client 0 among the clients of all runs."""
-
-    def sizes(self, run: int) -> list[int]:
-        """How many samples each client of a run holds."""
-        return [len(rows) for rows in self.tasks[run].clients]
 
     def of(self, tasks: Sequence[Task]) -> bool:
         """Whether these are the holdings of those tasks."""

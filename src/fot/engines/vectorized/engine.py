@@ -139,8 +139,8 @@ class VectorizedEngine(SequentialEngine):
         changes = self.local_cohort(rounds, piece, totals=True)
         if not bool(torch.stack([total.sum() for total in changes.values()]).isfinite().all()):
             return False
-        losses = changes.pop(LOSS)
-        dtypes = {name: rounds[0].server.params[name].dtype for name in changes} | {LOSS: losses.dtype}
+        params, losses = rounds[0].server.params, changes[LOSS]
+        dtypes = {name: losses.dtype if name == LOSS else params[name].dtype for name in changes}
         sums = changes | {LOSS: losses.view(len(rounds), -1).sum(1, dtype=torch.float64)}
         for r, (add_total, part) in enumerate(zip(adders, piece, strict=True)):
             assert add_total is not None
@@ -152,7 +152,7 @@ class VectorizedEngine(SequentialEngine):
         most = max(1, self._most(rounds[0].server.params) // len(rounds))
         held = self._holdings(rounds)
         return zip(
-            *(chunks(round.cohort, held.sizes(r), most) for r, round in enumerate(rounds)), strict=True
+            *(chunks(round.cohort, held.sizes[r], most) for r, round in enumerate(rounds)), strict=True
         )
 
     def _holdings(self, rounds: Sequence[Round]) -> Holdings:
@@ -220,9 +220,9 @@ class VectorizedEngine(SequentialEngine):
     ) -> Tree:
         """What the clients of a piece send: see ``LocalTraining.run``."""
         held = self._holdings(rounds)
-        sizes = [held.sizes(r)[client] for r, part in enumerate(piece) for client in part]
+        sizes = [held.sizes[r][client] for r, part in enumerate(piece) for client in part]
         if self.device.type == "cuda":  # one shape, so one graph, for every cohort
-            sizes = [size for r in range(len(rounds)) for size in held.sizes(r) if size]
+            sizes = [size for own in held.sizes for size in own if size]
         bounds = min(sizes), max(sizes)
         state = stacked_states(
             [round.clients.get(c, {}) for round, part in zip(rounds, piece, strict=True) for c in part]

@@ -47,4 +47,4 @@ class GraphedRound:
             names = [name for name, tensor in inputs.items() if tensor.dtype == dtype]
             torch._foreach_copy_([self.inputs[name] for name in names], [inputs[name] for name in names])
         self.graph.replay()
-        return self.outputs
+        return dict(self.outputs)
