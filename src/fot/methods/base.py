@@ -1,4 +1,4 @@
-"""What a method is: five functions over trees of tensors, of which FedAvg takes all the defaults.
+"""What a method is: a few functions over trees of tensors, of which FedAvg takes all the defaults.
 
 Only sums leave the clients. A method's server side receives the sum (or mean) over clients of named
 arrays, never one client's arrays; how that sum is formed is not the method's business.
