@@ -62,7 +62,7 @@ def run(
     partition: Partition = None,
     seed: Annotated[int | None, typer.Option(min=0)] = None,
     seeds: Annotated[
-        int | None, typer.Option(min=1, help="So many runs, of this seed and those after it.")
+        int | None, typer.Option(min=1, help="So many runs: of --seed, and of the seeds after it.")
     ] = None,
     sweep: Annotated[
         list[str] | None,
