@@ -112,5 +112,6 @@ class _shared_clock:
     def __exit__(self, *error: object) -> None:
         if self.runs[0].device.type == "cuda":
             torch.cuda.synchronize(self.runs[0].device)
+        share = (time.perf_counter() - self.start) / len(self.runs)
         for run in self.runs:
-            run.state.seconds["train"] += (time.perf_counter() - self.start) / len(self.runs)
+            run.state.seconds["train"] += share
