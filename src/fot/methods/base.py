@@ -40,6 +40,10 @@ class Batch:
         """The mean over a client's samples, summed over the clients of the batch."""
         return (values * self.weight).sum()
 
+    def cross_entropy(self, logits: Tensor) -> Tensor:
+        """The mean cross-entropy of the samples' labels: the default loss."""
+        return self.mean(functional.cross_entropy(logits, self.y, reduction="none"))
+
 
 @dataclass(frozen=True)
 class ClientData:
@@ -87,8 +91,7 @@ class Method:
 
     def loss(self, network: Network, params: Tree, batch: Batch, client: Tree) -> Tensor:
         """The client's training loss on a batch."""
-        logits = network(params, batch.x, batch.task, training=True)
-        return batch.mean(functional.cross_entropy(logits, batch.y, reduction="none"))
+        return batch.cross_entropy(network(params, batch.x, batch.task, training=True))
 
     def precondition(self, network: Network, gradients: Tree, client: Tree) -> Tree:
         """What a client steps along instead of the gradient."""

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fot.benchmarks.stream import Task
+from fot.engines.vectorized import kernels
 from fot.methods.base import Batch
 from fot.randomness import bits, fold
 
@@ -39,6 +41,29 @@ class Holdings:
         self.first = numbers.cumsum(0)[:-1, None].to(device)
         """``[R, 1]``, the place of each run's client 0 among the clients of all runs."""
 
+    def take(self, other: Holdings) -> bool:
+        """Hold another task's samples in the same tensors, where they are as many: a recorded round reads those.
+
+        False where they are not alike, and then nothing is taken.
+        """
+        names = ("x", "y", "rows", "begins", "counts")
+        both = [(getattr(self, name), getattr(other, name)) for name in names]
+        if any(a.shape != b.shape or a.dtype != b.dtype for a, b in both):
+            return False
+        if self.bounds() != other.bounds() or any(
+            a.augment is not b.augment for a, b in zip(self.tasks, other.tasks, strict=True)
+        ):
+            return False
+        for old, new in both:
+            old.copy_(new)
+        self.tasks, self.sizes = other.tasks, other.sizes
+        return True
+
+    def bounds(self) -> tuple[int, int]:
+        """The fewest and the most samples of a client that has any."""
+        some = [size for own in self.sizes for size in own if size]
+        return min(some), max(some)
+
     def of(self, tasks: Sequence[Task]) -> bool:
         """Whether these are the holdings of those tasks."""
         return len(tasks) == len(self.tasks) and all(a is b for a, b in zip(tasks, self.tasks, strict=True))
@@ -55,6 +80,33 @@ class FoldedBatch(Batch):
         weighted = values * self.weight
         self.means.append(weighted.detach().view(self.clients, -1).sum(1))
         return weighted.sum()
+
+    def cross_entropy(self, logits: Tensor) -> Tensor:
+        if logits.dim() != 2 or not kernels.at_hand(logits.device):
+            return super().cross_entropy(logits)
+        total, own = _CrossEntropy.apply(logits, self.y, self.weight, self.clients)  # type: ignore[no-untyped-call]
+        self.means.append(own)
+        return total  # type: ignore[no-any-return]
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The clients' losses, summed and each, by a kernel that finds the gradient on the way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, y: Tensor, weight: Tensor, clients: int
+    ) -> tuple[Tensor, Tensor]:
+        from fot.engines.vectorized.kernels import linear
+
+        own, d = linear.cross_entropy(logits.contiguous(), y, weight, clients)
+        ctx.save_for_backward(d)
+        ctx.mark_non_differentiable(own)
+        return own.sum(), own
+
+    @staticmethod
+    def backward(ctx: Any, of_total: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
+        (d,) = ctx.saved_tensors
+        return d * of_total, None, None, None
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from fot.engines.vectorized.extraction import add_pooled
 from fot.engines.vectorized.graph import GraphedRound
 from fot.engines.vectorized.local import LocalTraining, stacked_states
 from fot.engines.vectorized.stacked import CannotBatch
-from fot.engines.vectorized.steps import NeedsAutograd
+from fot.engines.vectorized.pace import NeedsAutograd
 from fot.engines.vectorized.trial import check_folding
 from fot.layers.find import is_head
 from fot.methods.base import Method, Server
@@ -27,6 +27,8 @@ from fot.network import Network, Tree
 Piece = tuple[list[int], ...]
 """The clients that train at once: a list for each run, all of one length."""
 
+FINITE = "finite"
+"""Among the totals of a round: whether all of them are finite."""
 CPU_BYTES = 128 << 20
 """Weights of the clients that train at once on a CPU: more brings no speed there."""
 CPU_CONVOLVING_BYTES = 4 << 20
@@ -137,7 +139,7 @@ class VectorizedEngine(SequentialEngine):
         if any(round.keep_local for round in rounds) or not all(adders):
             return False
         changes = self.local_cohort(rounds, piece, totals=True)
-        if not bool(torch.stack([total.sum() for total in changes.values()]).isfinite().all()):
+        if not bool(changes.pop(FINITE)):
             return False
         params, losses = rounds[0].server.params, changes[LOSS]
         dtypes = {name: losses.dtype if name == LOSS else params[name].dtype for name in changes}
@@ -159,12 +161,14 @@ class VectorizedEngine(SequentialEngine):
         """The data of these rounds' tasks, and with them what is known of training on them."""
         tasks = [round.task for round in rounds]
         if self._held is None or not self._held.of(tasks):
-            self._held = Holdings(
-                tasks, [self._data(tasks[0])] if len(tasks) == 1 else [*map(self._placed, tasks)]
-            )
-            self._graphs.clear()
-            self._verdicts.clear()
-            self._alike = self._same_in_all(rounds)
+            data = [self._data(tasks[0])] if len(tasks) == 1 else [*map(self._placed, tasks)]
+            held, alike = Holdings(tasks, data), self._same_in_all(rounds)
+            # What was recorded for one task serves the next, where the same is trained on as many samples.
+            same = self._graphs and alike == self._alike and not self.network.multi_head
+            if not (same and self._held is not None and self._held.take(held)):
+                self._held, self._alike = held, alike
+                self._graphs.clear()
+                self._verdicts.clear()
         return self._held
 
     def extract(
@@ -221,9 +225,8 @@ class VectorizedEngine(SequentialEngine):
         """What the clients of a piece send: see ``LocalTraining.run``."""
         held = self._holdings(rounds)
         sizes = [held.sizes[r][client] for r, part in enumerate(piece) for client in part]
-        if self.device.type == "cuda":  # one shape, so one graph, for every cohort
-            sizes = [size for own in held.sizes for size in own if size]
-        bounds = min(sizes), max(sizes)
+        # On a GPU one shape, so one graph, for every cohort.
+        bounds = held.bounds() if self.device.type == "cuda" else (min(sizes), max(sizes))
         state = stacked_states(
             [round.clients.get(c, {}) for round, part in zip(rounds, piece, strict=True) for c in part]
         )
@@ -265,10 +268,13 @@ class VectorizedEngine(SequentialEngine):
             )  # fmt: skip
             number = -(-longest // training.batch_size) * training.epochs
             try:
-                return self._local.run(
+                changes = self._local.run(
                     _under("models/", inputs), _under("shared/", inputs), held.tasks[0].index,
                     inputs["clients"].numel(), steps, number, _under("state/", inputs), totals=totals,
                 )  # fmt: skip
+                if totals:
+                    changes[FINITE] = torch.stack([t.sum() for t in changes.values()]).isfinite().all()
+                return changes
             except NeedsAutograd as weight:
                 self._local.by_autograd.add(weight.name)
 

@@ -18,10 +18,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from fot.engines.vectorized import norms
-from fot.engines.vectorized.products import Convolution, Linear, product
+from fot.engines.vectorized import kernels, norms
+from fot.engines.vectorized.pending import Pending, asks_for_shape, joined, pooled, settled
+from fot.engines.vectorized.products import Convolution, Linear, lowered, product
 from fot.engines.vectorized.stacked import CannotBatch, Stacked, name_of, per_channel, raw
-from fot.engines.vectorized.steps import LocalBias, LocalWeight
+from fot.engines.vectorized.steps import LocalWeight
+from fot.engines.vectorized.tail import LocalBias, Tail
 
 
 class Fold(TorchFunctionMode):
@@ -54,6 +56,15 @@ class Fold(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if Pending in types:
+            if func is F.dropout:  # who draws the masks knows what to do
+                return func(*args, **kwargs)
+            if asks_for_shape(func):
+                return func(*args, **kwargs)
+            tied = pooled(*args, **kwargs) if func is F.max_pool2d else joined(func, args, kwargs)
+            if tied is not None:
+                return tied
+            args, kwargs = settled(args), settled(kwargs)
         # Batch-norm mixes samples even where it has no parameters.
         if Stacked not in types and func is not F.batch_norm:
             return func(*args, **kwargs)
@@ -133,9 +144,10 @@ class Fold(TorchFunctionMode):
         if isinstance(weight, Stacked) and isinstance(weight.local, LocalWeight):
             self.split(x)
             assert own_bias is None or isinstance(own_bias, LocalBias)
-            y = weight.local.apply(Linear(), x, own_bias)
-            if own_bias is not None:
+            y = self.product(weight.local, Linear(), x, (*x.shape[:-1], weight.shape[-2]), Tail(own_bias))
+            if own_bias is not None or bias is None:
                 return y
+            y = settled(y)
         else:
             if own_bias is not None:
                 own_bias.refuse()
@@ -167,14 +179,22 @@ class Fold(TorchFunctionMode):
             raise CannotBatch("a convolution of a single sample without a batch axis")
         operation = Convolution(raw(weight).shape[2:], stride, padding, dilation, groups)
         local = weight.local
-        y = (
-            local.apply(operation, x)
-            if isinstance(local, LocalWeight)
-            else product(operation, x, raw(weight))
-        )
+        if isinstance(local, LocalWeight):
+            y = self.product(local, operation, x, (len(x), raw(weight).shape[1], *operation.size(x)), Tail())
+        else:
+            y = product(operation, x, raw(weight))
         if bias is None:
             return y
-        return self.elementwise(torch.add, (y, per_channel(bias, axes)), {})
+        return self.elementwise(torch.add, (settled(y), per_channel(bias, axes)), {})
+
+    def product(
+        self, local: LocalWeight, operation: Linear | Convolution, x: Tensor, shape: Sequence[int], tail: Tail
+    ) -> Tensor:
+        """A layer's output; with kernels at hand, it waits for what follows."""
+        if not kernels.at_hand(x.device):
+            return local.apply(operation, x, tail)
+        x = lowered(x)
+        return Pending.of(shape, x, lambda whole: local.apply(operation, x, whole), tail)
 
     def matmul(self, x: Tensor, weight: Tensor) -> Tensor:
         """X W with a matrix of parameters on the right."""

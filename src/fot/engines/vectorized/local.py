@@ -15,8 +15,11 @@ from fot.engines.sequential import LOSS
 from fot.engines.vectorized.cohort import FoldedBatch, Step
 from fot.engines.vectorized.folding import Fold
 from fot.engines.vectorized.masks import cohort_dropout
+from fot.engines.vectorized.pace import Pace, spread, total_change
+from fot.engines.vectorized.pending import settled
 from fot.engines.vectorized.stacked import Stacked
-from fot.engines.vectorized.steps import LocalBias, LocalWeight, Pace, spread, total_change
+from fot.engines.vectorized.steps import LocalWeight
+from fot.engines.vectorized.tail import LocalBias
 from fot.methods.base import Method
 from fot.network import Network, Tree
 
@@ -51,7 +54,9 @@ class FoldedNetwork(Network):
             torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast),
             Fold(self.clients, valid),
         ):
-            logits: Tensor = functional_call(self.module, folded, inputs, tie_weights=self._tied)
+            logits: Tensor = settled(
+                functional_call(self.module, folded, inputs, tie_weights=self._tied)
+            )
         return logits.to(self.dtype)
 
 

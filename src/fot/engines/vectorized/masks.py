@@ -2,16 +2,14 @@
 
 A unit is kept where the top 24 bits of SplitMix64(key, position) reach p·2**24. Two shortcuts: the last
 xor of the finaliser leaves these bits alone, and a comparison needs no conversion to floats. On a CPU
-the integers are worked through in pieces that stay in its cache; on a GPU one compiled kernel does all.
+the integers are worked through in pieces that stay in its cache; on a GPU a kernel draws and drops, in one
+with the product before where there is one (``tail``), and draws again on the way back.
 """
 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
-from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -19,6 +17,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from fot.dropout import keyed_dropout
+from fot.engines.vectorized import kernels
+from fot.engines.vectorized.pending import Pending, settled
+from fot.engines.vectorized.products import maps
+from fot.engines.vectorized.tail import Dropped
 from fot.randomness import _DRAW, _GOLDEN, _MIX_1, _MIX_2, _signed, fold
 
 _PIECE = 1 << 15
@@ -39,8 +41,6 @@ class cohort_dropout(keyed_dropout):
     True
     """
 
-    layout = torch.contiguous_format
-
     def _dropout(
         self,
         func: Callable[..., Any],
@@ -49,37 +49,47 @@ class cohort_dropout(keyed_dropout):
         training: bool = True,
         inplace: bool = False,
     ) -> Tensor:
-        maps = x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
-        self.layout = torch.channels_last if maps else torch.contiguous_format
-        if x.device.type == "cpu" or func is not functional.dropout or inplace or not training or p == 0:
-            return super()._dropout(func, x, p, training, inplace)
-        mask = self.mask(x.shape, p, x.device)
-        kept: Tensor = _Kept.apply(x, mask, 1 / (1 - p) if p < 1 else 0.0)  # type: ignore[no-untyped-call]
-        return kept
+        if not training or p == 0:
+            return x
+        if func is not functional.dropout or inplace or not kernels.at_hand(x.device):
+            return super()._dropout(func, settled(x), p, training, inplace)
+        assert isinstance(self.keys, Tensor)
+        dropped = Dropped(self.keys, self.calls, p)
+        self.calls += 1
+        if isinstance(x, Pending) and x.made is None and x.tail.relu and x.tail.pool == 1 and not x.tail.dropped:
+            return x.joined(dropped=dropped)
+        alone: Tensor = _Dropped.apply(settled(x), dropped)  # type: ignore[no-untyped-call]
+        return alone
 
     def mask(self, shape: torch.Size, p: float, device: torch.device) -> Tensor:
         """The next mask: True where a unit is kept."""
+        if device.type != "cpu":
+            return super().mask(shape, p, device)
         assert isinstance(self.keys, Tensor)
-        make = _by_pieces if device.type == "cpu" else _at_once
-        mask = make(self.keys, self.calls, shape.numel() // len(self.keys), _threshold(p)).view(shape)
+        mask = _by_pieces(self.keys, self.calls, shape.numel() // len(self.keys), _threshold(p)).view(shape)
         self.calls += 1
-        # Laid out as the maps are: turning bytes around is cheaper than reading across them as floats.
-        return mask.contiguous(memory_format=self.layout) if len(shape) == 4 else mask
+        return mask
 
 
-class _Kept(torch.autograd.Function):
-    """x·mask·scale, forward and backward one kernel each, which reads a byte for each unit of the mask."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mask: Tensor, scale: float) -> Tensor:
-        ctx.save_for_backward(mask)
-        ctx.scale = scale
-        return torch.ops.aten.native_dropout_backward(x, mask, scale)  # type: ignore[no-any-return]
+class _Dropped(torch.autograd.Function):
+    """A dropout by kernel; what is linear is its own way back, with the same masks drawn again."""
 
     @staticmethod
-    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None]:
-        (mask,) = ctx.saved_tensors
-        return torch.ops.aten.native_dropout_backward(d, mask, ctx.scale), None, None
+    def forward(ctx: Any, x: Tensor, dropped: Dropped) -> Tensor:
+        ctx.dropped = dropped
+        return _dropped(x, dropped)
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:
+        return _dropped(d, ctx.dropped), None
+
+
+def _dropped(x: Tensor, dropped: Dropped) -> Tensor:
+    from fot.engines.vectorized.kernels import tails
+
+    keys, call, p = dropped
+    y, _ = tails.forward(maps(x), len(keys), keys=keys, call=call, p=p)
+    return y.permute(0, 3, 1, 2) if x.dim() == 4 else y.view(x.shape)
 
 
 def _threshold(p: float) -> int:
@@ -111,40 +121,3 @@ def _reaches(z: Tensor, shifted: Tensor, least: int, out: Tensor) -> None:
         shifted.bitwise_and_((1 << (64 - by)) - 1)
         z.bitwise_xor_(shifted).mul_(_signed(factor))
     torch.ge(z.bitwise_xor_(_LOWEST), least, out=out)  # as unsigned numbers
-
-
-def _whole(keys: Tensor, call: Tensor, counter: Tensor, least: Tensor) -> Tensor:
-    # The counter is given: of a range made here the compiler takes products that do not wrap around.
-    z = (fold(keys, call) ^ _DRAW) + (counter + 1) * _signed(_GOLDEN)
-    for by, factor in ((30, _MIX_1), (27, _MIX_2)):
-        z = (z ^ ((z >> by) & ((1 << (64 - by)) - 1))) * _signed(factor)
-    return (z ^ _LOWEST) >= least
-
-
-def _at_once(keys: Tensor, call: int, units: int, least: int) -> Tensor:
-    counter = torch.arange(units, device=keys.device)
-    return _kernel(keys.device)(keys, _number(call, keys.device), counter, _number(least, keys.device))
-
-
-@cache
-def _number(value: int, device: torch.device) -> Tensor:
-    """A number on the device, for a kernel that is compiled for any: made once, in no graph."""
-    return torch.full((), value, device=device)
-
-
-@cache
-def _kernel(device: torch.device) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """One kernel for the whole mask where a compiler is at hand and right; torch's operations where not."""
-    reason = "there is no triton"
-    if find_spec("triton"):
-        compiled = torch.compile(_whole, dynamic=True)
-        keys, counter = torch.arange(3, device=device)[:, None] << 55, torch.arange(99, device=device)
-        given = (keys, torch.full((), 5, device=device), counter, torch.full((), 1 << 61, device=device))
-        try:
-            if torch.equal(compiled(*given), _whole(*given)):
-                return compiled
-            reason = "the compiled kernel is wrong"
-        except Exception as error:  # a compiler can fail in many ways, and none of them matters here
-            reason = str(error).partition("\n")[0]
-    warnings.warn(f"dropout's masks are made in many launches: {reason}", stacklevel=2)
-    return _whole

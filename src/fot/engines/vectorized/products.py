@@ -6,14 +6,17 @@ samples, and the adjoint to the weights. ``x`` is folded, ``[C·B, ...]``; ``w``
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from itertools import product as every
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from fot.engines.vectorized import kernels
+
+MOST_ROWS = 64
+"""Rows of a client with which a kernel goes back through a linear layer; beyond, two plain products are better."""
 
 Adjoint = tuple[Tensor | None, Tensor | None]
 """Gradients at the samples and at the weights, those that were asked for."""
@@ -32,10 +35,20 @@ class Linear:
             torch.bmm(rows(d, w).mT, rows(x, w)) if weights else None,
         )
 
-    def step(self, d: Tensor, x: Tensor, w: Tensor, keep: float, lr: float, in_place: bool) -> Tensor:
-        """keep·W - lr·dᵀx, without forming the gradient."""
+    def backward(
+        self, d: Tensor, x: Tensor, w: Tensor, samples: bool, keep: float, lr: float, in_place: bool
+    ) -> tuple[Tensor | None, Tensor]:
+        """The gradient at the samples, and keep·W - lr·dᵀx without a gradient of the weights in between."""
+        own_d, own_x = rows(d, w), rows(x, w)
+        if kernels.at_hand(d.device) and own_d.shape[1] <= MOST_ROWS:
+            from fot.engines.vectorized.kernels import linear
+
+            out = w if in_place else torch.empty_like(w, memory_format=torch.contiguous_format)
+            below = linear.backward(own_d.contiguous(), own_x.contiguous(), w, keep, lr, out, samples)
+            return None if below is None else below.view(x.shape), out
+        below = torch.bmm(own_d, w.to(d.dtype)).view(x.shape) if samples else None
         add = w.baddbmm_ if in_place else w.baddbmm
-        return add(rows(d, w).mT, rows(x, w), beta=keep, alpha=-lr)
+        return below, add(own_d.to(w.dtype).mT, own_x.to(w.dtype), beta=keep, alpha=-lr)
 
 
 def rows(x: Tensor, w: Tensor) -> Tensor:
@@ -46,14 +59,13 @@ def rows(x: Tensor, w: Tensor) -> Tensor:
 class Convolution:
     """A convolution with each client's own filters.
 
-    On a GPU a batched matrix product over patches (``patches``, channels last) is several times faster
-    than a grouped convolution. On a CPU the library's own convolution, client by client, is faster.
+    On a GPU kernels of our own do it for the whole cohort (``kernels/convolve.py``). Elsewhere, and for what they
+    do not know (one axis or three, groups, dilation), it is the library's convolution, client by client.
     """
 
     def __init__(
-        self, kernel: Sequence[int], stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1,
-        by_patches: bool | None = None,
-    ) -> None:  # fmt: skip
+        self, kernel: Sequence[int], stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
+    ) -> None:
         axes = len(kernel) - 1  # the kernel's own axes come after its input channels
         self.kernel = tuple(kernel[1:])
         self.stride, self.dilation = _each(stride, axes), _each(dilation, axes)
@@ -63,85 +75,69 @@ class Convolution:
         else:
             self.before = self.after = _each(0 if padding == "valid" else padding, axes)
         self.groups = groups
-        self.by_patches = by_patches
 
     def forward(self, x: Tensor, w: Tensor) -> Tensor:
-        if not self._patches(x):
-            padding, x = self._symmetric(x)
-            clients = zip(x.chunk(w.shape[0]), w, strict=True)
-            return _joined([self._native(one, filters, padding) for one, filters in clients])
-        columns, size = self.columns(x, w.shape[0])
-        y = torch.bmm(columns, self.matrix(w).transpose(1, 2))
-        return y.view(x.shape[0], *size, w.shape[1]).movedim(-1, 1)
+        if self.by_kernels(x):
+            return self.maps(x, w.movedim(2, -1).contiguous())
+        padding, x = self._symmetric(x)
+        clients = zip(x.chunk(w.shape[0]), w, strict=True)
+        return _joined([self._native(one, filters, padding) for one, filters in clients])
 
     def adjoint(self, d: Tensor, x: Tensor, w: Tensor, samples: bool, weights: bool) -> Adjoint:
         """The gradients at the samples and at the filters."""
-        if not self._patches(x):
+        if not self.by_kernels(x):
             return self._native_adjoint(d, x, w, samples, weights)
-        by_client = d.movedim(1, -1).reshape(len(w), -1, d.shape[1])
-        at_samples = None
-        if samples and set(self.stride) == {1}:
-            at_samples = self._turned().forward(d, w.transpose(1, 2).flip(*range(3, w.dim())))
-        elif samples:
-            at_samples = self._spread(torch.bmm(by_client, self.matrix(w)), x, d)
+        at_samples = self.samples_gradient(d, x, w.permute(0, 2, 3, 4, 1).contiguous()) if samples else None
         if not weights:
             return at_samples, None
-        gradient = torch.bmm(by_client.mT, self.columns(x, len(w))[0])
-        return at_samples, gradient.view(*w.shape[:2], *self.kernel, w.shape[2]).movedim(-1, 2)
+        filters = w.movedim(2, -1).contiguous()
+        gradient = torch.empty_like(filters)
+        self.step(d, x, filters, 0.0, -1.0, gradient)
+        return at_samples, gradient.movedim(-1, 2)
 
-    def _turned(self) -> Convolution:
-        """The convolution that is the adjoint of this one where the stride is 1, with the filters mirrored.
+    def by_kernels(self, x: Tensor) -> bool:
+        """Whether the kernels do this convolution, on these samples."""
+        plain = len(self.kernel) == 2 and self.groups == 1 and set(self.dilation) == {1}
+        return plain and kernels.at_hand(x.device)
 
-        Spreading windows out takes a launch for each offset within them; gathering them, a few in all.
-        """
-        turned = Convolution((0, *self.kernel), 1, 0, self.dilation, by_patches=True)
-        reach = [d * (k - 1) for d, k in zip(self.dilation, self.kernel, strict=True)]
-        turned.before = tuple(r - b for r, b in zip(reach, self.before, strict=True))
-        turned.after = tuple(r - a for r, a in zip(reach, self.after, strict=True))
-        return turned
+    def size(self, x: Tensor) -> tuple[int, ...]:
+        """The size of the maps."""
+        sides = zip(
+            x.shape[2:], self.before, self.after, self.kernel, self.stride, self.dilation, strict=True
+        )
+        return tuple((n + b + a - d * (k - 1) - 1) // s + 1 for n, b, a, k, s, d in sides)
 
-    def _spread(self, columns: Tensor, x: Tensor, d: Tensor) -> Tensor:
-        """Add the gradients of all windows up where the windows came from: the adjoint of ``columns``."""
-        size = d.shape[2:]
-        columns = columns.view(x.shape[0], *size, *self.kernel, x.shape[1]).movedim(-1, 1)
-        lengths = [n + a + b for n, a, b in zip(x.shape[2:], self.before, self.after, strict=True)]
-        padded = columns.new_zeros(x.shape[0], *lengths, x.shape[1]).movedim(-1, 1)
-        # Each offset within the window meets each input at most once.
-        for offset in every(*map(range, self.kernel)):
-            where = [
-                slice(o * by, o * by + (n - 1) * s + 1, s)
-                for o, by, s, n in zip(offset, self.dilation, self.stride, size, strict=True)
-            ]
-            padded[(slice(None), slice(None), *where)].add_(columns[(..., *offset)])  # type: ignore[index]
-        return padded[self._inside(x)]
+    def maps(self, x: Tensor, filters: Tensor) -> Tensor:
+        """The maps by kernel; ``filters`` are ``[C, O, kh, kw, I]``."""
+        from fot.engines.vectorized.kernels import convolve
+
+        high, wide = self.size(x)
+        y = convolve.forward(maps(x), filters, self._window(), (high, wide))
+        return y.permute(0, 3, 1, 2)
+
+    def samples_gradient(self, d: Tensor, x: Tensor, turned: Tensor) -> Tensor:
+        """The gradient at the samples by kernel; ``turned`` are filters ``[C, I, kh, kw, O]``."""
+        from fot.engines.vectorized.kernels import convolve
+
+        size = (x.shape[2], x.shape[3])
+        below = convolve.samples_gradient(maps(d), turned, self._window(), size)
+        return below.permute(0, 3, 1, 2)
+
+    def step(
+        self, d: Tensor, x: Tensor, w: Tensor, keep: float, lr: float, out: Tensor, turned: Tensor | None = None
+    ) -> None:
+        """keep·W - lr·(the gradient at the filters) by kernel, as ``convolve.step`` says."""
+        from fot.engines.vectorized.kernels import convolve
+
+        convolve.step(maps(d), maps(x), w, self._window(), keep, lr, out, turned)
+
+    def _window(self) -> kernels.Window:
+        (kh, kw), (sh, sw), (above, left) = self.kernel, self.stride, self.before
+        return kernels.Window((kh, kw), (sh, sw), (above, left))
 
     def _inside(self, x: Tensor) -> tuple[slice, ...]:
         inner = (slice(b, b + n) for b, n in zip(self.before, x.shape[2:], strict=True))
         return (slice(None), slice(None), *inner)
-
-    def columns(self, x: Tensor, clients: int) -> tuple[Tensor, tuple[int, ...]]:
-        """The windows of each client's samples as the rows of one matrix, and the size of the maps."""
-        x = x.contiguous(memory_format=_CHANNELS_LAST.get(x.dim(), torch.contiguous_format))
-        pads = [p for pair in reversed(list(zip(self.before, self.after, strict=True))) for p in pair]
-        x = F.pad(x, pads) if any(pads) else x
-        size = tuple(
-            (n - d * (k - 1) - 1) // s + 1
-            for n, k, s, d in zip(x.shape[2:], self.kernel, self.stride, self.dilation, strict=True)
-        )
-        strides = x.stride()
-        moves = [s * by for s, by in zip(strides[2:], self.stride, strict=True)]
-        within = [s * by for s, by in zip(strides[2:], self.dilation, strict=True)]
-        windows = x.as_strided(
-            (x.shape[0], *size, *self.kernel, x.shape[1]), (strides[0], *moves, *within, strides[1])
-        )
-        return windows.reshape(clients, -1, math.prod(self.kernel) * x.shape[1]), size
-
-    def matrix(self, w: Tensor) -> Tensor:
-        """Filters ``[C, out, in, *k]`` as matrices ``[C, out, *k·in]``, in the order of the windows."""
-        return w.movedim(2, -1).flatten(2)
-
-    def _patches(self, x: Tensor) -> bool:
-        return self.groups == 1 and (x.is_cuda if self.by_patches is None else self.by_patches)
 
     def _symmetric(self, x: Tensor) -> tuple[tuple[int, ...], Tensor]:
         """Padding that the library's convolution can do itself, or none and an input padded beforehand."""
@@ -174,7 +170,11 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+def maps(x: Tensor) -> Tensor:
+    """As kernels read them, channels last; what a linear layer gives are maps of one pixel."""
+    if x.dim() == 4:
+        return x.permute(0, 2, 3, 1).contiguous()
+    return x.reshape(-1, 1, 1, x.shape[-1])
 
 
 def product(operation: Linear | Convolution, x: Tensor, w: Tensor) -> Tensor:

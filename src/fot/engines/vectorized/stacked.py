@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fot.engines.vectorized.steps import LocalBias, LocalWeight
+from fot.engines.vectorized.steps import LocalWeight
+from fot.engines.vectorized.tail import LocalBias
 
 
 class CannotBatch(Exception):

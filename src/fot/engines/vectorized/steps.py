@@ -16,34 +16,14 @@ one product over the rows of all clients.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fot.aggregation.plain import sum_rows
+from fot.engines.vectorized.pace import NeedsAutograd, Pace, spread, total_change
 from fot.engines.vectorized.products import Convolution, Linear, lowered
-
-
-class NeedsAutograd(Exception):
-    """A weight is used more than once, or otherwise than by its layer, and cannot be stepped backward."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.name = name
-
-
-@dataclass
-class Pace:
-    """How far the current step goes: the same for all layers."""
-
-    lr: float
-    steps: int
-    """Steps in the round: what a factored history must hold."""
-    keep: float | Tensor = 1.0
-    """1 - lr·(weight decay); ``[C]`` where some clients have no samples in this step and stay put."""
-
+from fot.engines.vectorized.tail import Tail
 
 class LocalWeight:
     """The clients' own weights of one linear or convolutional layer, through one round.
@@ -69,21 +49,21 @@ class LocalWeight:
         self.pace = pace
         # Autograd visits what leads to a tensor it was asked about: every layer hangs on this one.
         self.tick = torch.zeros((), device=weight.device, requires_grad=True) if tick is None else tick
-        self.form: _Dense | _Factored | None = None
+        self.form: _Dense | _Filters | _Factored | None = None
         self.waiting = False
 
-    def apply(self, operation: Linear | Convolution, x: Tensor, bias: LocalBias | None = None) -> Tensor:
-        """The layer's output; its backward pass steps the weights, and the bias where it is given."""
+    def apply(self, operation: Linear | Convolution, x: Tensor, tail: Tail = Tail()) -> Tensor:  # noqa: B008
+        """The layer's output and what follows; its backward pass steps the weights, and the tail's bias."""
         if self.waiting:
             self.refuse()
-        if bias is not None and bias.waiting:
-            bias.refuse()
+        if tail.bias is not None and tail.bias.waiting:
+            tail.bias.refuse()
         if self.form is None:
             self.form = self._choose(operation, x)
         self.waiting = torch.is_grad_enabled()
-        if bias is not None:
-            bias.waiting = self.waiting
-        y: Tensor = _Stepped.apply(lowered(x), self.tick, self, operation, bias)  # type: ignore[no-untyped-call]
+        if tail.bias is not None:
+            tail.bias.waiting = self.waiting
+        y: Tensor = _Stepped.apply(lowered(x), self.tick, tail.other, self, operation, tail)  # type: ignore[no-untyped-call]
         return y
 
     def refuse(self) -> None:
@@ -102,81 +82,38 @@ class LocalWeight:
             return torch.zeros_like(self.sent, dtype=torch.float64)
         return self.form.total()
 
-    def _choose(self, operation: Linear | Convolution, x: Tensor) -> _Dense | _Factored:
-        if isinstance(operation, Linear):
-            outputs, inputs = self.sent.shape[1:]
-            rows = x.numel() // inputs // self.clients * self.pace.steps
-            if 2 * rows * (inputs + outputs) < inputs * outputs:
-                return _Factored(self.sent, self.clients, rows)
+    def _choose(self, operation: Linear | Convolution, x: Tensor) -> _Dense | _Filters | _Factored:
+        if isinstance(operation, Convolution):
+            form = _Filters if operation.by_kernels(x) else _Dense
+            return form(self.sent, self.clients)
+        outputs, inputs = self.sent.shape[1:]
+        rows = x.numel() // inputs // self.clients * self.pace.steps
+        if 2 * rows * (inputs + outputs) < inputs * outputs:
+            return _Factored(self.sent, self.clients, rows)
         return _Dense(self.sent, self.clients)
-
-
-class LocalBias:
-    """The clients' own biases of a linear layer whose weights are stepped during the backward pass."""
-
-    def __init__(self, name: str, bias: Tensor, clients: int, pace: Pace) -> None:
-        self.name = name
-        self.pace = pace
-        self.sent = bias
-        self.values = spread(bias, clients).clone()
-        self.waiting = False
-
-    def refuse(self) -> None:
-        """Say that this bias must be left to autograd."""
-        raise NeedsAutograd(self.name)
-
-    def step(self, d: Tensor) -> None:
-        """b <- keep·b - lr·Σ d, the sum over a client's rows ``[C, n, out]``."""
-        keep = self.pace.keep
-        self.values.mul_(keep[:, None] if isinstance(keep, Tensor) else keep).sub_(
-            d.sum(1), alpha=self.pace.lr
-        )
-        self.waiting = False
-
-    def stack(self) -> Tensor:
-        """The clients' biases now, ``[C, out]``."""
-        return self.values
-
-    def total(self) -> Tensor:
-        """The sum of the clients' changes, ``[R, out]``, in float64."""
-        return total_change(self.values, self.sent)
-
-
-def spread(sent: Tensor, clients: int) -> Tensor:
-    """What each client was sent, ``[C, *shape]``, of the R models ``[R, *shape]``; of one model a view."""
-    if len(sent) == 1:
-        return sent.expand(clients, *sent.shape[1:])
-    return sent.repeat_interleave(clients // len(sent), dim=0)
-
-
-def total_change(stack: Tensor, sent: Tensor) -> Tensor:
-    """The sum over each model's clients of what they changed, in float64: ``[C, ...]`` to ``[R, ...]``."""
-    clients = len(stack) // len(sent)
-    held = torch.stack([sum_rows(own) for own in torch.split(stack, clients)])
-    return held.sub_(sent, alpha=clients)
 
 
 class _Stepped(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, tick: Tensor, local: LocalWeight, operation: Any, bias: LocalBias | None
+        ctx: Any, x: Tensor, tick: Tensor, other: Tensor | None, local: LocalWeight, operation: Any, tail: Tail
     ) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.local, ctx.operation, ctx.bias = local, operation, bias
         assert local.form is not None
-        y = local.form.forward(operation, x, local.pace)
-        if bias is not None:
-            y.view(local.clients, -1, y.shape[-1]).add_(bias.values.unsqueeze(1))
+        z = local.form.forward(operation, x, local.pace)
+        y, places = tail.forward(z, local.clients)
+        ctx.save_for_backward(x, y if tail.relu else None, places)
+        ctx.local, ctx.operation, ctx.tail, ctx.shape = local, operation, tail, z.shape
         return y
 
     @staticmethod
-    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, None, None, None, None]:
-        (x,), local = ctx.saved_tensors, ctx.local
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
+        (x, y, places), local, tail = ctx.saved_tensors, ctx.local, ctx.tail
+        d = tail.backward(d, y, places, ctx.shape, local.clients)
         below = local.form.backward(ctx.operation, d, x, local.pace, ctx.needs_input_grad[0])
         local.waiting = False
-        if ctx.bias is not None:
-            ctx.bias.step(d.reshape(local.clients, -1, d.shape[-1]).to(ctx.bias.values.dtype))
-        return below, None, None, None, None
+        if tail.bias is not None:
+            tail.bias.waiting = False
+        return below, None, d if ctx.needs_input_grad[2] else None, None, None, None
 
 
 class _Dense:
@@ -192,21 +129,31 @@ class _Dense:
     def backward(
         self, operation: Linear | Convolution, d: Tensor, x: Tensor, pace: Pace, samples: bool
     ) -> Tensor | None:
-        fused = isinstance(operation, Linear)
-        below, gradient = operation.adjoint(d, x, self.weight.to(d.dtype), samples, weights=not fused)
-        keep, kind = pace.keep, self.weight.dtype
-        if isinstance(keep, Tensor):
-            self.weight = self.weight * keep.reshape(-1, *[1] * (self.weight.dim() - 1))
-            keep, self.own = 1.0, True
         if isinstance(operation, Linear):
-            self.weight = operation.step(
-                d.to(kind), x.to(kind), self.weight, keep, pace.lr, in_place=self.own
+            below = None
+            if isinstance(pace.keep, Tensor) and samples:  # the samples' gradient is that of the old weights
+                below, samples = operation.adjoint(d, x, self.weight.to(d.dtype), True, weights=False)[0], False
+            keep = self.kept(pace)
+            found, self.weight = operation.backward(
+                d, x, self.weight, samples, keep, pace.lr, in_place=self.own
             )
-        elif gradient is not None:
+            below = found if below is None else below
+        else:
+            below, gradient = operation.adjoint(d, x, self.weight.to(d.dtype), samples, weights=True)
+            assert gradient is not None
+            keep = self.kept(pace)
             kept = self.weight.mul_(keep) if self.own else self.weight * keep
             self.weight = kept.sub_(gradient, alpha=pace.lr)
         self.own = True
         return below
+
+    def kept(self, pace: Pace) -> float:
+        """What the step keeps of the weights; where this is each client's own, it is done here already."""
+        if not isinstance(pace.keep, Tensor):
+            return pace.keep
+        self.weight = self.weight * pace.keep.reshape(-1, *[1] * (self.weight.dim() - 1))
+        self.own = True
+        return 1.0
 
     def stack(self) -> Tensor:
         return self.weight
@@ -215,12 +162,51 @@ class _Dense:
         return total_change(self.weight, self.sent)
 
 
+class _Filters(_Dense):
+    """Dense filters of a convolution, as its kernels want them: inputs last, and outputs last besides."""
+
+    def __init__(self, sent: Tensor, clients: int) -> None:
+        super().__init__(sent.movedim(2, -1).contiguous(), clients)
+        self.clients = clients
+        self.turned: Tensor | None = None
+
+    def forward(self, operation: Linear | Convolution, x: Tensor, pace: Pace) -> Tensor:
+        assert isinstance(operation, Convolution)
+        return operation.maps(x, self.weight.to(x.dtype))
+
+    def backward(
+        self, operation: Linear | Convolution, d: Tensor, x: Tensor, pace: Pace, samples: bool
+    ) -> Tensor | None:
+        assert isinstance(operation, Convolution)
+        below = None
+        if samples:
+            if self.turned is None:
+                self.turned = spread(self.sent.transpose(1, 4).contiguous(), self.clients)
+            below = operation.samples_gradient(d, x, self.turned.to(d.dtype))
+        keep = self.kept(pace)
+        old = self.weight
+        if not self.own:
+            self.weight, self.own = torch.empty_like(old, memory_format=torch.contiguous_format), True
+        if self.turned is not None and not self.turned.stride(0):  # still the one that all were sent
+            self.turned = torch.empty_like(self.turned, memory_format=torch.contiguous_format)
+        operation.step(d, x, old, keep, pace.lr, self.weight, self.turned)
+        return below
+
+    def stack(self) -> Tensor:
+        return self.weight.movedim(-1, 2)
+
+    def total(self) -> Tensor:
+        return total_change(self.weight, self.sent).movedim(-1, 2)
+
+
 class _Factored:
     def __init__(self, sent: Tensor, clients: int, rows: int) -> None:
         self.sent = sent
+        self.clients = clients
         self.x = sent.new_empty(clients, rows, sent.shape[2])
         self.d = sent.new_empty(clients, rows, sent.shape[1])
-        self.scale = sent.new_ones(clients, 1, 1)
+        self.scale: float | Tensor = 1.0
+        """s, or ``[C, 1, 1]`` where some clients stayed put in a step."""
         self.filled = 0
         self.lr = 0.0
 
@@ -229,37 +215,39 @@ class _Factored:
 
     def backward(self, operation: Linear, d: Tensor, x: Tensor, pace: Pace, samples: bool) -> Tensor | None:
         below = self._corrected(d, self.sent, self.d, self.x, pace) if samples else None
-        keep, clients = pace.keep, len(self.scale)
-        self.scale = self.scale * (keep.reshape(-1, 1, 1) if isinstance(keep, Tensor) else keep)
-        n = x.numel() // x.shape[-1] // clients
+        self.scale = self.scale * (pace.keep.reshape(-1, 1, 1) if isinstance(pace.keep, Tensor) else pace.keep)
+        n = x.numel() // x.shape[-1] // self.clients
         here = slice(self.filled, self.filled + n)
-        self.x[:, here] = x.reshape(clients, n, -1)
-        self.d[:, here] = d.reshape(clients, n, -1) / self.scale
+        self.x[:, here] = x.reshape(self.clients, n, -1)
+        torch.div(d.reshape(self.clients, n, -1), self.scale, out=self.d[:, here])
         self.filled += n
         self.lr = pace.lr
         return below
 
     def _corrected(self, rows: Tensor, models: Tensor, first: Tensor, second: Tensor, pace: Pace) -> Tensor:
         """s·(rows·M - lr·(rows·firstᵀ)·second): forward with (X_h, D_h), backward with (D_h, X_h)."""
-        shape, clients, kind = (*rows.shape[:-1], models.shape[-1]), len(self.scale), rows.dtype
+        shape, kind = (*rows.shape[:-1], models.shape[-1]), rows.dtype
         # Clients of one model share it: their rows make one large product.
         shared = rows.reshape(len(models), -1, rows.shape[-1]) @ models.to(kind)
-        result = shared.view(clients, -1, models.shape[-1])
-        if self.filled:
-            met = torch.bmm(rows.reshape(clients, -1, rows.shape[-1]), first[:, : self.filled].mT.to(kind))
-            result = result.baddbmm_(met, second[:, : self.filled].to(kind), alpha=-pace.lr)
-        return result.mul_(self.scale).view(shape)
+        result = shared.view(self.clients, -1, models.shape[-1])
+        if not self.filled:
+            return result.mul_(self.scale).view(shape) if isinstance(self.scale, Tensor) else result.view(shape)
+        met = torch.bmm(rows.reshape(self.clients, -1, rows.shape[-1]), first[:, : self.filled].mT.to(kind))
+        beyond = second[:, : self.filled].to(kind)
+        if isinstance(self.scale, Tensor):
+            return result.baddbmm_(met, beyond, alpha=-pace.lr).mul_(self.scale).view(shape)
+        return result.baddbmm_(met, beyond, beta=self.scale, alpha=-pace.lr * self.scale).view(shape)
 
     def stack(self) -> Tensor:
         x, d = self.x[:, : self.filled], self.d[:, : self.filled]
-        whole = spread(self.sent, len(x))
-        return torch.baddbmm(whole, d.mT, x, alpha=-self.lr).mul_(self.scale)
+        return torch.baddbmm(spread(self.sent, len(x)), d.mT, x, alpha=-self.lr).mul_(self.scale)
 
     def total(self) -> Tensor:
         """Σ s·(W - lr·Σ D_hᵀX_h) - W over each model's clients: one product over all their rows."""
         models = len(self.sent)
         x = self.x[:, : self.filled].reshape(models, -1, self.x.shape[-1])
         d = (self.d[:, : self.filled] * self.scale).reshape(models, -1, self.d.shape[-1])
-        scale = self.scale.view(models, -1, 1)
-        decayed = self.sent.double() * (scale.sum(1, keepdim=True, dtype=torch.float64) - scale.shape[1])
+        scale = self.x.new_ones(self.clients, 1, 1, dtype=torch.float64) * self.scale
+        scale = scale.view(models, -1, 1)
+        decayed = self.sent.double() * (scale.sum(1, keepdim=True) - scale.shape[1])
         return decayed.sub_(torch.bmm(d.mT, x), alpha=self.lr)

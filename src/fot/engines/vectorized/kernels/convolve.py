@@ -1,0 +1,265 @@
+"""The products of a cohort's convolutions as three kernels: the maps, the samples' gradient, the filters' step.
+
+Each is one matrix product a client whose left factor is never formed: a program reads the windows of its tile
+straight from the maps (an implicit product). Maps lie with their channels last, ``[C·B, H, W, I]``, and filters
+likewise, ``[C, O, kh, kw, I]``. So the I numbers under one tap of a window lie side by side in both, and a sum
+over a window is taken tap by tap; of few channels, row by row of the window, kw·I numbers at a time.
+
+Sums are taken in an order that shapes alone fix, so that a run gives the same numbers each time.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fot.engines.vectorized.kernels import Window
+
+FEW = 16
+"""Channels below which the taps of a window's row are taken together: a product has a least depth."""
+PROGRAMS, MANY = 1024, 300
+"""Programs among which a sum over rows is split, where a layer has not so many tiles that they fill a GPU."""
+SPLIT_ROWS = 512
+"""Rows that a part of such a sum has at least."""
+
+
+class Tiles(NamedTuple):
+    """How a product is cut: rows, columns and depth of a tile, and who works on it."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int = 4
+    stages: int = 3
+
+
+SMALL = Tiles(32, 32, 16, 4, 2)
+"""Where factors keep all their digits a GPU multiplies number by number, and large tiles take long to compile."""
+
+
+def forward(x: Tensor, w: Tensor, window: Window, size: tuple[int, int], tiles: Tiles | None = None) -> Tensor:
+    """The maps ``[C·B, *size, O]`` of samples ``[C·B, H, W, I]`` under each client's own filters."""
+    clients, outputs, kh, kw, inputs = w.shape
+    rows = len(x) // clients * size[0] * size[1]
+    y = x.new_empty(len(x), *size, outputs)
+    t = tiles or _tiles(x, rows, outputs, kw * inputs if inputs < FEW else inputs)
+    _forward[_cells(rows, t.rows) * _cells(outputs, t.columns), clients](
+        x, w, y, rows, *x.shape[1:3], *size, *window.before, w.stride(0),
+        inputs, outputs, kh, kw, *window.stride, inputs < FEW, _reaches_out(x, window, size), precision(x),
+        *t[:3], num_warps=t.warps, num_stages=t.stages,
+    )  # fmt: skip
+    return y
+
+
+def samples_gradient(
+    d: Tensor, turned: Tensor, window: Window, size: tuple[int, int], tiles: Tiles | None = None
+) -> Tensor:
+    """The gradient ``[C·B, *size, I]`` at the samples of one at the maps; ``turned`` are filters with their
+    outputs last, ``[C, I, kh, kw, O]``."""
+    clients, inputs, kh, kw, outputs = turned.shape
+    sh, sw = window.stride
+    x = d.new_empty(len(d), *size, inputs)
+    # Pixels that windows meet alike, every stride-th one, are taken together.
+    rows = len(d) // clients * _cells(size[0], sh) * _cells(size[1], sw)
+    t = tiles or _tiles(d, rows, inputs, outputs)
+    _samples_gradient[_cells(rows, t.rows) * _cells(inputs, t.columns), clients, sh * sw](
+        d, turned, x, rows, *size, *d.shape[1:3], *window.before, turned.stride(0),
+        inputs, outputs, kh, kw, sh, sw, precision(d), *t[:3], num_warps=t.warps, num_stages=t.stages,
+    )  # fmt: skip
+    return x
+
+
+def step(
+    d: Tensor,
+    x: Tensor,
+    w: Tensor,
+    window: Window,
+    keep: float,
+    lr: float,
+    out: Tensor,
+    turned: Tensor | None = None,
+    tiles: Tiles | None = None,
+    splits: int | None = None,
+) -> None:
+    """Write keep·W - lr·(the gradient at the filters) to ``out``, which may be ``w``, and to ``turned``."""
+    clients, outputs, kh, kw, inputs = w.shape
+    rows, columns = len(x) // clients * d.shape[1] * d.shape[2], kh * kw * inputs
+    t = tiles or _step_tiles(x, outputs, columns)
+    cells = _cells(outputs, t.rows) * _cells(columns, t.columns)
+    if splits is None:
+        few = cells * clients < MANY
+        splits = max(1, min(PROGRAMS // (cells * clients), rows // SPLIT_ROWS)) if few else 1
+    share = _cells(_cells(rows, splits), t.depth) * t.depth
+    splits = _cells(rows, share)
+    target = x.new_empty(splits, *out.shape, dtype=out.dtype) if splits > 1 else out
+    _step[cells, clients, splits](
+        d, x, w, target, out if turned is None else turned, rows, share, *x.shape[1:3], *d.shape[1:3],
+        *window.before, w.stride(0), keep, lr, inputs, outputs, kh, kw, *window.stride,
+        _reaches_out(x, window, (d.shape[1], d.shape[2])), splits > 1, turned is not None, precision(x),
+        *t[:3], num_warps=t.warps, num_stages=t.stages,
+    )  # fmt: skip
+    if splits > 1:
+        torch.add(w * keep, target.sum(0), alpha=-lr, out=out)
+        if turned is not None:
+            turned.copy_(out.transpose(1, 4))
+
+
+@triton.jit
+def _forward(
+    x, w, y, rows, H, W, OH, OW, above, left, of_client,
+    I: tl.constexpr, O: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr,
+    BY_ROW: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    tile, client = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    across: tl.constexpr = (O + BN - 1) // BN
+    run: tl.constexpr = KW * I if BY_ROW else I
+    taps: tl.constexpr = 1 if BY_ROW else KW
+    pieces: tl.constexpr = (run + BK - 1) // BK
+    m = tile // across * BM + tl.arange(0, BM)
+    n = tile % across * BN + tl.arange(0, BN)
+    top, start, image = m // OW % OH * SH - above, m % OW * SW - left, m // (OW * OH)
+    x += client * (rows // (OH * OW)) * H * W * I
+    w += client * of_client
+    begin = ((image * H + top) * W + start) * I
+    acc = tl.zeros((BM, BN), dtype=tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32)
+    for piece in range(KH * taps * pieces):
+        tap, j = piece // pieces, piece % pieces * BK + tl.arange(0, BK)
+        kh, kw = tap // taps, tap % taps
+        here = (m < rows)[:, None] & (j < run)[None, :]
+        if PADDED:
+            here &= ((top + kh >= 0) & (top + kh < H))[:, None]
+            if BY_ROW:
+                column = start[:, None] + (j // I)[None, :]
+                here &= (column >= 0) & (column < W)
+            else:
+                here &= ((start + kw >= 0) & (start + kw < W))[:, None]
+        a = tl.load(x + (begin + (kh * W + kw) * I)[:, None] + j[None, :], mask=here, other=0.0)
+        b = tl.load(
+            w + (n * (KH * KW * I))[None, :] + ((kh * KW + kw) * I + j)[:, None],
+            mask=(n < O)[None, :] & (j < run)[:, None], other=0.0,
+        )  # fmt: skip
+        acc = tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=acc.dtype)
+    at = (client * rows + m)[:, None] * O + n[None, :]
+    tl.store(y + at, acc.to(y.dtype.element_ty), mask=(m < rows)[:, None] & (n < O)[None, :])
+
+
+@triton.jit
+def _samples_gradient(
+    d, turned, x, rows, H, W, OH, OW, above, left, of_client,
+    I: tl.constexpr, O: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    tile, client = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    qh, qw = tl.program_id(2) // SW, tl.program_id(2) % SW
+    across: tl.constexpr = (I + BN - 1) // BN
+    pieces: tl.constexpr = (O + BK - 1) // BK
+    UH, UW = tl.cdiv(H, SH), tl.cdiv(W, SW)
+    m = tile // across * BM + tl.arange(0, BM)
+    n = tile % across * BN + tl.arange(0, BN)
+    image, u, v = m // (UW * UH), m // UW % UH, m % UW
+    # Pixel qh + SH·u lies under row kh of the window at oh where SH·oh + kh = qh + SH·u + above.
+    kh0, kw0 = (qh + above) % SH, (qw + left) % SW
+    oh0, ow0 = u + (qh + above) // SH, v + (qw + left) // SW
+    high, wide = (KH - kh0 + SH - 1) // SH, (KW - kw0 + SW - 1) // SW
+    d += client * (rows // (UH * UW)) * OH * OW * O
+    turned += client * of_client
+    acc = tl.zeros((BM, BN), dtype=tl.float64 if d.dtype.element_ty == tl.float64 else tl.float32)
+    for piece in range(high * wide * pieces):
+        tap, j = piece // pieces, piece % pieces * BK + tl.arange(0, BK)
+        oh, ow = oh0 - tap // wide, ow0 - tap % wide
+        here = ((m < rows) & (oh >= 0) & (oh < OH) & (ow >= 0) & (ow < OW))[:, None] & (j < O)[None, :]
+        a = tl.load(d + (((image * OH + oh) * OW + ow) * O)[:, None] + j[None, :], mask=here, other=0.0)
+        kh, kw = kh0 + SH * (tap // wide), kw0 + SW * (tap % wide)
+        b = tl.load(
+            turned + (n * (KH * KW * O))[None, :] + ((kh * KW + kw) * O + j)[:, None],
+            mask=(n < I)[None, :] & (j < O)[:, None], other=0.0,
+        )  # fmt: skip
+        acc = tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=acc.dtype)
+    ih, iw = qh + SH * u, qw + SW * v
+    at = (((client * (rows // (UH * UW)) + image) * H + ih) * W + iw)[:, None] * I + n[None, :]
+    good = ((m < rows) & (ih < H) & (iw < W))[:, None] & (n < I)[None, :]
+    tl.store(x + at, acc.to(x.dtype.element_ty), mask=good)
+
+
+@triton.jit
+def _step(
+    d, x, w, out, turned, rows, share, H, W, OH, OW, above, left, of_client,
+    KEEP: tl.constexpr, LR: tl.constexpr,  # constants, since numbers that are passed lose half of their digits
+    I: tl.constexpr, O: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr,
+    PADDED: tl.constexpr, PARTIAL: tl.constexpr, TURNED: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    tile, client, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    columns: tl.constexpr = KH * KW * I
+    across: tl.constexpr = (columns + BN - 1) // BN
+    o = tile // across * BM + tl.arange(0, BM)
+    n = tile % across * BN + tl.arange(0, BN)
+    kh, kw, i = n // (KW * I), n // I % KW, n % I
+    d += client * rows * O
+    x += client * (rows // (OH * OW)) * H * W * I
+    acc = tl.zeros((BM, BN), dtype=tl.float64 if d.dtype.element_ty == tl.float64 else tl.float32)
+    for begin in range(split * share, min(rows, split * share + share), BK):
+        m = begin + tl.arange(0, BK)
+        top, start, image = m // OW % OH * SH - above, m % OW * SW - left, m // (OW * OH)
+        good = (m < rows)[None, :] & (o < O)[:, None]
+        a = tl.load(d + (m * O)[None, :] + o[:, None], mask=good, other=0.0)
+        here = (m < rows)[:, None] & (n < columns)[None, :]
+        if PADDED:
+            row, column = top[:, None] + kh[None, :], start[:, None] + kw[None, :]
+            here &= (row >= 0) & (row < H) & (column >= 0) & (column < W)
+        at = (((image * H + top) * W + start) * I)[:, None] + ((kh * W + kw) * I + i)[None, :]
+        b = tl.load(x + at, mask=here, other=0.0)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=acc.dtype)
+    at = o[:, None] * columns + n[None, :]
+    good = (o < O)[:, None] & (n < columns)[None, :]
+    if PARTIAL:
+        tl.store(out + (split * tl.num_programs(1) + client) * O * columns + at, acc, mask=good)
+    else:
+        new = KEEP * tl.load(w + client * of_client + at, mask=good, other=0.0) - LR * acc
+        tl.store(out + client * O * columns + at, new, mask=good)
+        if TURNED:
+            at = (i * (KH * KW * O) + (kh * KW + kw) * O)[None, :] + o[:, None]
+            tl.store(turned + client * O * columns + at, new, mask=good)
+
+
+def _tiles(x: Tensor, rows: int, columns: int, run: int) -> Tiles:
+    """A fixed rule: what is chosen by measuring would round otherwise from run to run."""
+    if precision(x) == "ieee" and x.dtype != torch.bfloat16:
+        return SMALL
+    wide = 16 if columns <= 16 else 32 if columns <= 32 else 64 if columns <= 64 else 128
+    high = 32 if rows <= 32 else 64 if rows <= 64 else 128
+    deep = 16 if run <= 48 and run % 32 in range(1, 17) else 32
+    return Tiles(high, wide, deep, 8 if wide == 128 else 4, 4 if deep == 16 else 3)
+
+
+def _step_tiles(x: Tensor, outputs: int, columns: int) -> Tiles:
+    """Two warps a tile: with four a GPU takes another way to multiply, which loses where rows are summed."""
+    if precision(x) == "ieee" and x.dtype != torch.bfloat16:
+        return SMALL
+    if outputs > 64:
+        return Tiles(128 if outputs > 96 else 64, 64, 32, 2, 3)
+    if outputs > 32:
+        return Tiles(64, 64, 16, 2, 4)
+    return Tiles(32 if outputs > 16 else 16, 32 if columns <= 32 else 64, 32, 2, 3)
+
+
+def _reaches_out(x: Tensor, window: Window, size: tuple[int, int]) -> bool:
+    """Whether some windows reach past the maps' borders."""
+    return window.before != (0, 0) or any(
+        (n - 1) * s + k > have
+        for n, s, k, have in zip(size, window.stride, window.size, x.shape[1:3], strict=True)
+    )
+
+
+def precision(x: Tensor) -> str:
+    """How a product may round its factors: as the user's settings of this GPU say."""
+    return "tf32" if x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def _cells(n: int, size: int) -> int:
+    return -(-n // size)

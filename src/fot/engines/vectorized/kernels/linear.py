@@ -1,0 +1,98 @@
+"""The way back through a linear layer, and the loss at a cohort's end: each in one reading of what it needs."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fot.engines.vectorized.kernels.convolve import precision
+
+
+def backward(
+    d: Tensor, x: Tensor, w: Tensor, keep: float, lr: float, out: Tensor, samples: bool
+) -> Tensor | None:
+    """Write keep·W - lr·dᵀx to ``out``, which may be ``w``; and return d W where it is wanted.
+
+    ``d`` is ``[C, n, O]``, ``x`` ``[C, n, I]``, ``w`` ``[C, O, I]``, with n few: a tile holds them all.
+    """
+    clients, rows, outputs = d.shape
+    inputs = x.shape[2]
+    below = torch.empty_like(x) if samples else None
+    high, wide = max(16, triton.next_power_of_2(rows)), 64
+    depth = 16 if outputs <= 16 or precision(d) == "ieee" else 32
+    _backward[triton.cdiv(inputs, wide), clients](
+        d, x, w, out, below, w.stride(0), rows, outputs, inputs, keep, lr, samples, precision(d),
+        high, wide, depth, num_warps=2, num_stages=3,
+    )  # fmt: skip
+    return below
+
+
+@triton.jit
+def _backward(
+    d, x, w, out, below, of_client, rows, O, I, KEEP: tl.constexpr, LR: tl.constexpr, SAMPLES: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    client = tl.program_id(1).to(tl.int64)
+    m, i = tl.arange(0, BM), tl.program_id(0) * BN + tl.arange(0, BN)
+    d += client * rows * O
+    x += client * rows * I
+    w += client * of_client
+    out += client * O * I
+    kind = tl.float64 if d.dtype.element_ty == tl.float64 else tl.float32
+    inside = (m < rows)[:, None] & (i < I)[None, :]
+    own = tl.load(x + m[:, None] * I + i[None, :], mask=inside, other=0.0)
+    acc = tl.zeros((BM, BN), dtype=kind)
+    for begin in range(0, O, BK):
+        o = begin + tl.arange(0, BK)
+        at = o[:, None] * I + i[None, :]
+        there = (o < O)[:, None] & (i < I)[None, :]
+        old = tl.load(w + at, mask=there, other=0.0)
+        across = tl.load(d + m[None, :] * O + o[:, None], mask=(m < rows)[None, :] & (o < O)[:, None], other=0.0)
+        if SAMPLES:
+            along = tl.load(
+                d + m[:, None] * O + o[None, :], mask=(m < rows)[:, None] & (o < O)[None, :], other=0.0
+            )
+            acc = tl.dot(along, old.to(along.dtype), acc, input_precision=PRECISION, out_dtype=kind)
+        change = tl.dot(across, own, input_precision=PRECISION, out_dtype=kind)
+        tl.store(out + at, KEEP * old - LR * change, mask=there)
+    if SAMPLES:
+        at = client * rows * I + m[:, None] * I + i[None, :]
+        tl.store(below + at, acc.to(below.dtype.element_ty), mask=inside)
+
+
+def cross_entropy(logits: Tensor, y: Tensor, weight: Tensor, clients: int) -> tuple[Tensor, Tensor]:
+    """Each client's weighted loss ``[C]``, and the gradient of their sum at the logits ``[C·B, classes]``."""
+    d, losses = torch.empty_like(logits), logits.new_empty(clients)
+    classes = logits.shape[1]
+    wide = triton.next_power_of_2(classes)
+    _cross_entropy[(clients,)](
+        logits, y, weight, d, losses, len(logits) // clients, classes, max(1, min(64, 4096 // wide)), wide
+    )
+    return losses, d
+
+
+@triton.jit
+def _cross_entropy(
+    logits, y, weight, d, losses, rows, classes, BM: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
+    client, k = tl.program_id(0).to(tl.int64), tl.arange(0, BN)
+    total = tl.zeros((BM,), dtype=losses.dtype.element_ty)
+    for begin in range(0, rows, BM):
+        m = begin + tl.arange(0, BM)
+        at = client * rows + m
+        share = tl.load(weight + at, mask=m < rows, other=0.0)
+        label = tl.load(y + at, mask=m < rows, other=0)
+        there = (m < rows)[:, None] & (k < classes)[None, :]
+        z = tl.load(logits + at[:, None] * classes + k[None, :], mask=there, other=float("-inf"))
+        z = tl.where((m < rows)[:, None], z, 0.0)
+        z = z - tl.max(z, axis=1)[:, None]
+        e = tl.exp(z)
+        whole = tl.sum(e, axis=1)
+        right = k[None, :] == label[:, None]
+        chosen = tl.sum(tl.where(right, z, 0.0), axis=1)
+        total += share * (tl.log(whole) - chosen)
+        change = (e / whole[:, None] - tl.where(right, 1.0, 0.0)) * share[:, None]
+        tl.store(d + at[:, None] * classes + k[None, :], change, mask=there)
+    tl.store(losses + client, tl.sum(total, axis=0))
