@@ -138,9 +138,10 @@ class VectorizedEngine(SequentialEngine):
         adders = [round.summation.add_total for round in rounds]
         if any(round.keep_local for round in rounds) or not all(adders):
             return False
-        changes = self.local_cohort(rounds, piece, totals=True)
-        if not bool(changes.pop(FINITE)):
+        found = self.local_cohort(rounds, piece, totals=True)
+        if not bool(found[FINITE]):
             return False
+        changes = {name: total for name, total in found.items() if name != FINITE}
         params, losses = rounds[0].server.params, changes[LOSS]
         dtypes = {name: losses.dtype if name == LOSS else params[name].dtype for name in changes}
         sums = changes | {LOSS: losses.view(len(rounds), -1).sum(1, dtype=torch.float64)}

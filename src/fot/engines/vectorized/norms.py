@@ -8,7 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fot.engines.vectorized import kernels
+from fot.engines.vectorized.pending import Pending
+from fot.engines.vectorized.products import maps
 from fot.engines.vectorized.stacked import CannotBatch, Stacked, per_channel, raw
+from fot.engines.vectorized.tail import Tail
 
 if TYPE_CHECKING:
     from fot.engines.vectorized.folding import Fold
@@ -28,6 +32,15 @@ def batch_norm(
     """Batch-norm on each client's own statistics, padding left out."""
     if training and running_mean is not None and not isinstance(running_mean, Stacked):
         raise CannotBatch("batch_norm would move running statistics that clients share")
+    if training and fold.valid is None and running_mean is None and kernels.at_hand(x.device):
+        own = [None if t is None else raw(t) if isinstance(t, Stacked) else t.expand(fold.clients, -1)
+               for t in (weight, bias)]  # fmt: skip
+
+        def normalised(tail: Tail) -> Tensor:
+            y: Tensor = _Normalised.apply(x, *own, tail.other, fold.clients, eps, tail)  # type: ignore[no-untyped-call]
+            return y
+
+        return Pending.of(x.shape, x, normalised, Tail())
     if training and fold.valid is None:
         parts = (running_mean, running_var, weight, bias)
         return _by_channels(fold, x, [_of_all(fold, t) for t in parts], momentum, eps)
@@ -45,6 +58,39 @@ def batch_norm(
     if bias is not None:
         y = y + _channels(fold, bias, x.dim())
     return y.flatten(0, 1)
+
+
+class _Normalised(torch.autograd.Function):
+    """Batch-norm on each client's own statistics by kernels, and what follows with it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, other: Tensor | None, clients: int,
+        eps: float, tail: Tail,
+    ) -> Tensor:  # fmt: skip
+        from fot.engines.vectorized.kernels import normal
+
+        z = maps(x)
+        own = [None if t is None else t.contiguous() for t in (weight, bias)]
+        known = normal.statistics(z, clients, *own, eps)
+        y, places = tail.forward(x, clients, gain=known.gain, shift=known.shift)
+        ctx.save_for_backward(z, y if tail.relu else None, places, *known)
+        ctx.clients, ctx.tail, ctx.shape = clients, tail, x.shape
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
+        from fot.engines.vectorized.kernels import normal
+
+        z, y, places, *known = ctx.saved_tensors
+        d = ctx.tail.backward(d, y, places, ctx.shape, ctx.clients)
+        below, of_weight, of_bias = normal.backward(maps(d), z, normal.Statistics(*known))
+        below = below.permute(0, 3, 1, 2) if len(ctx.shape) == 4 else below.view(ctx.shape)
+        wanted = ctx.needs_input_grad
+        return (
+            below, of_weight if wanted[1] else None, of_bias if wanted[2] else None, d if wanted[3] else None,
+            None, None, None,
+        )  # fmt: skip
 
 
 def _by_channels(fold: Fold, x: Tensor, parts: list[Tensor | None], momentum: float, eps: float) -> Tensor:

@@ -71,20 +71,25 @@ class Tail:
     pool: int = 1
     """The side of the windows of a max-pooling, which is their stride too."""
 
-    def forward(self, z: Tensor, clients: int) -> tuple[Tensor, Tensor | None]:
-        """The result, and where in the windows of a pooling the largest were."""
-        if self == Tail():
+    def forward(
+        self, z: Tensor, clients: int, gain: Tensor | None = None, shift: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The result, and where in the windows of a pooling the largest were.
+
+        With a gain and a shift, ``[C, channels]``, it is the result for gain·z + shift.
+        """
+        if self == Tail() and gain is None:
             return z, None
-        values = None if self.bias is None else self.bias.values
+        values = shift if self.bias is None else self.bias.values
         if not kernels.at_hand(z.device):
-            assert values is not None
+            assert values is not None and gain is None
             z.view(clients, -1, z.shape[-1]).add_(values.unsqueeze(1))
             return z, None
         from fot.engines.vectorized.kernels import tails
 
         keys, call, p = self.dropped or (None, 0, 0.0)
         y, places = tails.forward(
-            maps(z), clients, bias=values, other=None if self.other is None else maps(self.other),
+            maps(z), clients, gain=gain, bias=values, other=None if self.other is None else maps(self.other),
             relu=self.relu, keys=keys, call=call, p=p, pool=self.pool,
         )  # fmt: skip
         return y.permute(0, 3, 1, 2) if z.dim() == 4 else y.view(z.shape), places

@@ -26,17 +26,17 @@ DRAW, KEY = tl.constexpr(_DRAW), tl.constexpr(_KEY)
 
 
 def forward(
-    z: Tensor, clients: int, *, bias: Tensor | None = None, other: Tensor | None = None, relu: bool = False,
-    keys: Tensor | None = None, call: int = 0, p: float = 0.0, pool: int = 1,
+    z: Tensor, clients: int, *, gain: Tensor | None = None, bias: Tensor | None = None, other: Tensor | None = None,
+    relu: bool = False, keys: Tensor | None = None, call: int = 0, p: float = 0.0, pool: int = 1,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """pool(dropout(relu(z + bias + other))), and for a pooling where in its windows the largest were.
+    """pool(dropout(relu(gain·z + bias + other))), and for a pooling where in its windows the largest were.
 
     Parameters
     ----------
     z, other
         Maps ``[C·B, OH, OW, O]``.
-    bias
-        ``[C, O]``.
+    gain, bias
+        ``[C, O]``; a gain goes with a bias.
     keys, call, p
         ``[C]``, each client's key of its masks, the number of the mask, and the probability to drop a unit.
     pool
@@ -47,9 +47,9 @@ def forward(
     places = torch.empty_like(y, dtype=torch.uint8) if pool > 1 else None
     units = y.numel() // clients
     _forward[triton.cdiv(units, BLOCK), clients](
-        z, y, places, bias, other, keys, _step(call), units, images // clients,
+        z, y, places, gain, bias, other, keys, _step(call), units, images // clients,
         channels, high, wide, pool, relu, _least(p), _scale(p),
-        bias is not None, other is not None, keys is not None, BLOCK,
+        gain is not None, bias is not None, other is not None, keys is not None, BLOCK,
     )  # fmt: skip
     return y, places
 
@@ -87,9 +87,9 @@ def _mixed(z):
 
 @triton.jit(do_not_specialize=["call"])
 def _forward(
-    z, y, places, bias, other, keys, call, units, images,
+    z, y, places, gain, bias, other, keys, call, units, images,
     O: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, POOL: tl.constexpr, RELU: tl.constexpr,
-    LEAST: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr, OTHER: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr,
+    LEAST: tl.constexpr, SCALE: tl.constexpr, GAIN: tl.constexpr, BIAS: tl.constexpr, OTHER: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     client = tl.program_id(1).to(tl.int64)
     u = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -104,6 +104,8 @@ def _forward(
         other += client * images * OH * OW * O
     if BIAS:
         shift = tl.load(bias + client * O + o, mask=there, other=0.0)
+    if GAIN:
+        factor = tl.load(gain + client * O + o, mask=there, other=0.0)
     if DROP:  # the call's own key: see fot.randomness
         key = _mixed((tl.load(keys + client) + call).to(tl.uint64))
         start = ((key ^ (key >> 31)) & KEY) ^ DRAW
@@ -113,6 +115,8 @@ def _forward(
         oh, ow = ph * POOL + window // POOL, pw * POOL + window % POOL
         at = ((image * OH + oh) * OW + ow) * O + o
         v = tl.load(z + at, mask=there, other=0.0)
+        if GAIN:
+            v *= factor
         if BIAS:
             v += shift
         if OTHER:
