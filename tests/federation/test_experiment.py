@@ -136,7 +136,7 @@ options = st.fixed_dictionaries(
     {},
     optional={
         "threshold": st.floats(0, 1),
-        "mu": st.floats(0, allow_nan=False),
+        "mu": st.floats(0, allow_nan=False, allow_infinity=False),
         "sketch": st.integers(1, 2**62)
         | texts
         | st.dictionaries(texts, st.integers(1, 9) | texts, max_size=2),

@@ -23,6 +23,13 @@ def sum_rows(array: Tensor) -> Tensor:
     return total
 
 
+def copied(arrays: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+    """Copies of arrays in the types that are given, made in one call: on a GPU a call costs as much as many."""
+    copies = {name: torch.empty_like(array, dtype=dtypes[name]) for name, array in arrays.items()}
+    torch._foreach_copy_(list(copies.values()), list(arrays.values()))
+    return copies
+
+
 class PlainAggregation(Aggregation):
     """Sums in the open, the reference for all other ways.
 
@@ -71,8 +78,8 @@ class PlainSummation:
     ) -> None:
         """Add what is summed over the clients already, as if each had sent arrays of these types."""
         self.ledger.note(clients, {name: tuple(t.shape) for name, t in totals.items()}, dict(dtypes))
-        for name, total in totals.items():
-            self._add(name, total.to(torch.float64, copy=True))
+        for name, total in copied(totals, dict.fromkeys(totals, torch.float64)).items():
+            self._add(name, total)
 
     def _add(self, name: str, total: Tensor) -> None:
         self.totals[name] = self.totals[name].add_(total) if name in self.totals else total
@@ -80,6 +87,6 @@ class PlainSummation:
     def close(self) -> Sums:
         """The totals in the arrays' own dtype; a client sent its arrays and received nothing."""
         clients = self.ledger.close()
-        arrays = {name: total.to(self.ledger.dtypes[name]) for name, total in self.totals.items()}
+        arrays = copied(self.totals, self.ledger.dtypes)
         sent = sum(array.numel() * array.element_size() for array in arrays.values())
         return Sums(arrays=arrays, clients=clients, bytes_up=sent, bytes_down=0)

@@ -193,7 +193,8 @@ class Run(Parts):
             void = sums is None or len(sums.clients) < training.min_clients
             loss = None
             if sums is not None and not void:
-                mean = {name: total / len(sums.clients) for name, total in sums.arrays.items()}
+                means = torch._foreach_div(list(sums.arrays.values()), len(sums.clients))
+                mean = dict(zip(sums.arrays, means, strict=True))
                 loss = float(mean.pop(LOSS))
                 state.server = self.method.aggregate(self.network, state.server, mean)
         up, down = self._count("training", sums, _bytes(self._sent(task.index)))

@@ -118,8 +118,9 @@ class Method:
 
     def aggregate(self, network: Network, server: Server, mean_update: Tree) -> Server:
         """The server after a round, from the mean of the clients' updates."""
-        moved = {name: server.params[name] + delta for name, delta in mean_update.items()}
-        return Server({**server.params, **moved}, server.state)
+        old = [server.params[name] for name in mean_update]
+        moved = torch._foreach_add(old, list(mean_update.values())) if old else []  # all in one call
+        return Server({**server.params, **dict(zip(mean_update, moved, strict=True))}, server.state)
 
     def consolidate(
         self, network: Network, server: Server, sums: Tree, task: int, key: int

@@ -76,7 +76,7 @@ class FOT(Method):
         """FedProject, eqs. (6) and (7); running statistics are averaged, whatever mu is."""
         memory, statistics = self._memory(network, server), set(network.carried())
         update = {
-            name: delta if name in statistics else self.mu * delta
+            name: delta if name in statistics or self.mu == 1 else self.mu * delta
             for name, delta in memory.project(mean_update).items()
         }
         if self.freeze_first and server.state:

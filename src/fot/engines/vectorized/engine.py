@@ -206,16 +206,19 @@ class VectorizedEngine(SequentialEngine):
 
         It follows from the round alone, not from earlier ones: a resumed run must come to the same.
         """
-        piece = next(self._pieces(rounds))
-        own = [round.clients.get(client, {}) for round in rounds for client in round.cohort]
-        kinds = {tuple((name, tuple(t.shape)) for name, t in sorted(state.items())) for state in own}
+        self._holdings(rounds)  # another task's forget what was found for the last
+        kinds = {
+            tuple((name, tuple(t.shape)) for name, t in sorted(round.clients.get(client, {}).items()))
+            for round in rounds
+            for client in (round.cohort if round.clients else round.cohort[:1])
+        }
         if len(kinds) > 1:
             return "clients keep states of different kinds"
         kind = kinds.pop()
         if kind not in self._verdicts:
             self._verdicts[kind] = None
             try:
-                check_folding(self, rounds, piece)
+                check_folding(self, rounds, next(self._pieces(rounds)))
             except CannotBatch as reason:
                 self._verdicts[kind] = str(reason)
         return self._verdicts[kind]
@@ -297,11 +300,13 @@ class VectorizedEngine(SequentialEngine):
             return self.at_once
         if self.device.type == "cuda":
             return 1 << 30
-        convolves = any(
-            isinstance(m, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) for m in self.network.module.modules()
-        )
+        convolves = self.network.known("convolves", _convolves)
         size = sum(t.numel() * t.element_size() for t in params.values())
         return max(1, (CPU_CONVOLVING_BYTES if convolves else CPU_BYTES) // size)
+
+
+def _convolves(module: nn.Module) -> bool:
+    return any(isinstance(m, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) for m in module.modules())
 
 
 def _finite(update: Tree) -> list[bool]:
