@@ -24,7 +24,7 @@ def sum_rows(array: Tensor) -> Tensor:
 
 
 def copied(arrays: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
-    """Copies of arrays in the types that are given, made in one call: on a GPU a call costs as much as many."""
+    """Copies in the types that are given, all in one call: on a GPU a call costs as much as many."""
     copies = {name: torch.empty_like(array, dtype=dtypes[name]) for name, array in arrays.items()}
     torch._foreach_copy_(list(copies.values()), list(arrays.values()))
     return copies

@@ -39,6 +39,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
+ENOUGH = 10.0
+"""Seconds after which a way has been timed well enough."""
+
+
 @dataclass(frozen=True)
 class Work:
     """A round's work: the network, and a cohort's share of a benchmark in samples of the right shape."""
@@ -94,7 +98,7 @@ def bench_engine(
     device, precision
         As in ``[engine]``.
     rounds
-        Rounds to time, after one that is not.
+        Rounds to time, after one that is not; fewer of a slow way, once they have taken ten seconds.
     cohort
         Clients in a round; the benchmark's own by default.
     """
@@ -116,6 +120,8 @@ def bench_engine(
                 train(server, task, cohort_ids, _keys(r))
                 _wait(network.device)
                 seconds.append(time.perf_counter() - start)
+                if r and sum(seconds[1:]) > ENOUGH:
+                    break
         took = median(seconds[1:])  # the first round warms up
         rows.append(Row(name, took, memory[0], 100 * least / took, differences[name]))
     return rows

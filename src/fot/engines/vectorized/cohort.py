@@ -42,7 +42,7 @@ class Holdings:
         """``[R, 1]``, the place of each run's client 0 among the clients of all runs."""
 
     def take(self, other: Holdings) -> bool:
-        """Hold another task's samples in the same tensors, where they are as many: a recorded round reads those.
+        """Hold another task's samples in the tensors that a recorded round reads, where they are alike.
 
         False where they are not alike, and then nothing is taken.
         """
@@ -93,9 +93,7 @@ class _CrossEntropy(torch.autograd.Function):
     """The clients' losses, summed and each, by a kernel that finds the gradient on the way."""
 
     @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, y: Tensor, weight: Tensor, clients: int
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, logits: Tensor, y: Tensor, weight: Tensor, clients: int) -> tuple[Tensor, Tensor]:
         from fot.engines.vectorized.kernels import linear
 
         own, d = linear.cross_entropy(logits.contiguous(), y, weight, clients)

@@ -17,8 +17,8 @@ from fot.engines.vectorized.cohort import Holdings, chunks, cohort_steps
 from fot.engines.vectorized.extraction import add_pooled
 from fot.engines.vectorized.graph import GraphedRound
 from fot.engines.vectorized.local import LocalTraining, stacked_states
-from fot.engines.vectorized.stacked import CannotBatch
 from fot.engines.vectorized.pace import NeedsAutograd
+from fot.engines.vectorized.stacked import CannotBatch
 from fot.engines.vectorized.trial import check_folding
 from fot.layers.find import is_head
 from fot.methods.base import Method, Server

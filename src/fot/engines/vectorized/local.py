@@ -54,9 +54,7 @@ class FoldedNetwork(Network):
             torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast),
             Fold(self.clients, valid),
         ):
-            logits: Tensor = settled(
-                functional_call(self.module, folded, inputs, tie_weights=self._tied)
-            )
+            logits: Tensor = settled(functional_call(self.module, folded, inputs, tie_weights=self._tied))
         return logits.to(self.dtype)
 
 

@@ -19,7 +19,7 @@ from torch.nn import functional
 from fot.dropout import keyed_dropout
 from fot.engines.vectorized import kernels
 from fot.engines.vectorized.pending import Pending, settled
-from fot.engines.vectorized.products import maps
+from fot.engines.vectorized.products import maps, unmapped
 from fot.engines.vectorized.tail import Dropped
 from fot.randomness import _DRAW, _GOLDEN, _MIX_1, _MIX_2, _signed, fold
 
@@ -56,7 +56,7 @@ class cohort_dropout(keyed_dropout):
         assert isinstance(self.keys, Tensor)
         dropped = Dropped(self.keys, self.calls, p)
         self.calls += 1
-        if isinstance(x, Pending) and x.made is None and x.tail.relu and x.tail.pool == 1 and not x.tail.dropped:
+        if isinstance(x, Pending) and x.takes_dropout():
             return x.joined(dropped=dropped)
         alone: Tensor = _Dropped.apply(settled(x), dropped)  # type: ignore[no-untyped-call]
         return alone
@@ -89,7 +89,7 @@ def _dropped(x: Tensor, dropped: Dropped) -> Tensor:
 
     keys, call, p = dropped
     y, _ = tails.forward(maps(x), len(keys), keys=keys, call=call, p=p)
-    return y.permute(0, 3, 1, 2) if x.dim() == 4 else y.view(x.shape)
+    return unmapped(y, x.shape)
 
 
 def _threshold(p: float) -> int:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from fot.engines.vectorized import kernels
 from fot.engines.vectorized.pending import Pending
-from fot.engines.vectorized.products import maps
+from fot.engines.vectorized.products import maps, unmapped
 from fot.engines.vectorized.stacked import CannotBatch, Stacked, per_channel, raw
 from fot.engines.vectorized.tail import Tail
 
@@ -33,8 +33,8 @@ def batch_norm(
     if training and running_mean is not None and not isinstance(running_mean, Stacked):
         raise CannotBatch("batch_norm would move running statistics that clients share")
     if training and fold.valid is None and running_mean is None and kernels.at_hand(x.device):
-        own = [None if t is None else raw(t) if isinstance(t, Stacked) else t.expand(fold.clients, -1)
-               for t in (weight, bias)]  # fmt: skip
+        flat = [_of_all(fold, t) for t in (weight, bias)]
+        own = [t if t is None else t.view(fold.clients, -1) for t in flat]
 
         def normalised(tail: Tail) -> Tensor:
             y: Tensor = _Normalised.apply(x, *own, tail.other, fold.clients, eps, tail)  # type: ignore[no-untyped-call]
@@ -71,8 +71,8 @@ class _Normalised(torch.autograd.Function):
         from fot.engines.vectorized.kernels import normal
 
         z = maps(x)
-        own = [None if t is None else t.contiguous() for t in (weight, bias)]
-        known = normal.statistics(z, clients, *own, eps)
+        weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))
+        known = normal.statistics(z, clients, weight, bias, eps)
         y, places = tail.forward(x, clients, gain=known.gain, shift=known.shift)
         ctx.save_for_backward(z, y if tail.relu else None, places, *known)
         ctx.clients, ctx.tail, ctx.shape = clients, tail, x.shape
@@ -85,7 +85,7 @@ class _Normalised(torch.autograd.Function):
         z, y, places, *known = ctx.saved_tensors
         d = ctx.tail.backward(d, y, places, ctx.shape, ctx.clients)
         below, of_weight, of_bias = normal.backward(maps(d), z, normal.Statistics(*known))
-        below = below.permute(0, 3, 1, 2) if len(ctx.shape) == 4 else below.view(ctx.shape)
+        below = unmapped(below, ctx.shape)
         wanted = ctx.needs_input_grad
         return (
             below, of_weight if wanted[1] else None, of_bias if wanted[2] else None, d if wanted[3] else None,

@@ -1,4 +1,4 @@
-"""What all parts of local SGD share: the pace of a step, and models spread over clients and summed up again."""
+"""What all of local SGD shares: the pace of a step, and models spread over clients and summed up again."""
 
 from __future__ import annotations
 

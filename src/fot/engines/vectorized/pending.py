@@ -33,7 +33,8 @@ class Pending(Tensor):
     @classmethod
     def of(cls, shape: Sequence[int], like: Tensor, make: Callable[[Tail], Tensor], tail: Tail) -> Pending:
         """A result of this shape; ``make`` makes it, with a tail."""
-        pending: Pending = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=like.dtype, device=like.device)
+        empty = Tensor._make_wrapper_subclass  # a tensor of that shape, without numbers
+        pending: Pending = empty(cls, tuple(shape), dtype=like.dtype, device=like.device)
         pending.make, pending.tail, pending.made = make, tail, None
         return pending
 
@@ -47,7 +48,7 @@ class Pending(Tensor):
         return func(*settled(args), **settled(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         return func(*settled(args), **settled(kwargs or {}))
@@ -58,6 +59,10 @@ class Pending(Tensor):
             with torch._C.DisableTorchFunction():
                 self.made = self.make(self.tail)
         return self.made
+
+    def takes_dropout(self) -> bool:
+        """Whether a dropout can be a part of the tail: behind a ReLU, whose result tells what passed both."""
+        return self.made is None and self.tail.relu and self.tail.pool == 1 and self.tail.dropped is None
 
     def joined(self, in_place: bool = False, shape: Sequence[int] | None = None, **parts: Any) -> Pending:
         """With more of a tail; ``in_place`` this result itself is changed, as whoever holds it expects."""
@@ -79,7 +84,7 @@ def joined(func: Callable[..., Any], args: Any, kwargs: Any) -> Pending | None:
             in_place = func in _RELU_IN_PLACE or kwargs.get("inplace", False) or args[1:] == (True,)
             return x.joined(in_place, relu=True)
         if func in _ADD | _ADD_IN_PLACE and len(args) == 2 and not kwargs:
-            return _added(*args, in_place=func in _ADD_IN_PLACE)
+            return _added(args[0], args[1], func in _ADD_IN_PLACE)
     return None
 
 

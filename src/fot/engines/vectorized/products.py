@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from fot.engines.vectorized import kernels
 
 MOST_ROWS = 64
-"""Rows of a client with which a kernel goes back through a linear layer; beyond, two plain products are better."""
+"""Rows of a client with which a kernel goes back through a linear layer: a tile must hold them."""
 
 Adjoint = tuple[Tensor | None, Tensor | None]
 """Gradients at the samples and at the weights, those that were asked for."""
@@ -59,8 +59,8 @@ def rows(x: Tensor, w: Tensor) -> Tensor:
 class Convolution:
     """A convolution with each client's own filters.
 
-    On a GPU kernels of our own do it for the whole cohort (``kernels/convolve.py``). Elsewhere, and for what they
-    do not know (one axis or three, groups, dilation), it is the library's convolution, client by client.
+    On a GPU kernels of our own do it for the whole cohort (``kernels/convolve.py``). Elsewhere, and for what
+    they do not know (one axis or three, groups, dilation), the library convolves, client by client.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Convolution:
             return at_samples, None
         filters = w.movedim(2, -1).contiguous()
         gradient = torch.empty_like(filters)
-        self.step(d, x, filters, 0.0, -1.0, gradient)
+        self.step(d, x, filters, 0.0, -1.0, gradient, None)
         return at_samples, gradient.movedim(-1, 2)
 
     def by_kernels(self, x: Tensor) -> bool:
@@ -113,7 +113,7 @@ class Convolution:
 
         high, wide = self.size(x)
         y = convolve.forward(maps(x), filters, self._window(), (high, wide))
-        return y.permute(0, 3, 1, 2)
+        return unmapped(y, x.shape)
 
     def samples_gradient(self, d: Tensor, x: Tensor, turned: Tensor) -> Tensor:
         """The gradient at the samples by kernel; ``turned`` are filters ``[C, I, kh, kw, O]``."""
@@ -121,10 +121,10 @@ class Convolution:
 
         size = (x.shape[2], x.shape[3])
         below = convolve.samples_gradient(maps(d), turned, self._window(), size)
-        return below.permute(0, 3, 1, 2)
+        return unmapped(below, x.shape)
 
     def step(
-        self, d: Tensor, x: Tensor, w: Tensor, keep: float, lr: float, out: Tensor, turned: Tensor | None = None
+        self, d: Tensor, x: Tensor, w: Tensor, keep: float, lr: float, out: Tensor, turned: Tensor | None
     ) -> None:
         """keep·W - lr·(the gradient at the filters) by kernel, as ``convolve.step`` says."""
         from fot.engines.vectorized.kernels import convolve
@@ -168,6 +168,11 @@ class Convolution:
 
 def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def unmapped(y: Tensor, shape: Sequence[int]) -> Tensor:
+    """What kernels give, as the module expects it: of a shape like that one, up to the sizes of its maps."""
+    return y.permute(0, 3, 1, 2) if len(shape) == 4 else y.view(shape)
 
 
 def maps(x: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from fot.engines.vectorized.pace import NeedsAutograd, Pace, spread, total_chang
 from fot.engines.vectorized.products import Convolution, Linear, lowered
 from fot.engines.vectorized.tail import Tail
 
+
 class LocalWeight:
     """The clients' own weights of one linear or convolutional layer, through one round.
 
@@ -96,8 +97,9 @@ class LocalWeight:
 class _Stepped(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, tick: Tensor, other: Tensor | None, local: LocalWeight, operation: Any, tail: Tail
-    ) -> Tensor:
+        ctx: Any, x: Tensor, tick: Tensor, other: Tensor | None, local: LocalWeight, operation: Any,
+        tail: Tail,
+    ) -> Tensor:  # fmt: skip
         assert local.form is not None
         z = local.form.forward(operation, x, local.pace)
         y, places = tail.forward(z, local.clients)
@@ -129,15 +131,10 @@ class _Dense:
     def backward(
         self, operation: Linear | Convolution, d: Tensor, x: Tensor, pace: Pace, samples: bool
     ) -> Tensor | None:
-        if isinstance(operation, Linear):
-            below = None
-            if isinstance(pace.keep, Tensor) and samples:  # the samples' gradient is that of the old weights
-                below, samples = operation.adjoint(d, x, self.weight.to(d.dtype), True, weights=False)[0], False
-            keep = self.kept(pace)
-            found, self.weight = operation.backward(
-                d, x, self.weight, samples, keep, pace.lr, in_place=self.own
+        if isinstance(operation, Linear) and not isinstance(pace.keep, Tensor):
+            below, self.weight = operation.backward(
+                d, x, self.weight, samples, pace.keep, pace.lr, in_place=self.own
             )
-            below = found if below is None else below
         else:
             below, gradient = operation.adjoint(d, x, self.weight.to(d.dtype), samples, weights=True)
             assert gradient is not None
@@ -215,7 +212,8 @@ class _Factored:
 
     def backward(self, operation: Linear, d: Tensor, x: Tensor, pace: Pace, samples: bool) -> Tensor | None:
         below = self._corrected(d, self.sent, self.d, self.x, pace) if samples else None
-        self.scale = self.scale * (pace.keep.reshape(-1, 1, 1) if isinstance(pace.keep, Tensor) else pace.keep)
+        keep = pace.keep
+        self.scale = self.scale * (keep.reshape(-1, 1, 1) if isinstance(keep, Tensor) else keep)
         n = x.numel() // x.shape[-1] // self.clients
         here = slice(self.filled, self.filled + n)
         self.x[:, here] = x.reshape(self.clients, n, -1)
@@ -230,8 +228,8 @@ class _Factored:
         # Clients of one model share it: their rows make one large product.
         shared = rows.reshape(len(models), -1, rows.shape[-1]) @ models.to(kind)
         result = shared.view(self.clients, -1, models.shape[-1])
-        if not self.filled:
-            return result.mul_(self.scale).view(shape) if isinstance(self.scale, Tensor) else result.view(shape)
+        if not self.filled:  # and no step was taken: s is 1
+            return result.view(shape)
         met = torch.bmm(rows.reshape(self.clients, -1, rows.shape[-1]), first[:, : self.filled].mT.to(kind))
         beyond = second[:, : self.filled].to(kind)
         if isinstance(self.scale, Tensor):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fot.engines.vectorized import kernels
 from fot.engines.vectorized.pace import NeedsAutograd, Pace, spread, total_change
-from fot.engines.vectorized.products import maps
+from fot.engines.vectorized.products import maps, unmapped
 
 
 class LocalBias:
@@ -92,7 +92,7 @@ class Tail:
             maps(z), clients, gain=gain, bias=values, other=None if self.other is None else maps(self.other),
             relu=self.relu, keys=keys, call=call, p=p, pool=self.pool,
         )  # fmt: skip
-        return y.permute(0, 3, 1, 2) if z.dim() == 4 else y.view(z.shape), places
+        return unmapped(y, z.shape), places
 
     def backward(
         self, d: Tensor, y: Tensor | None, places: Tensor | None, shape: torch.Size, clients: int
@@ -110,8 +110,9 @@ class Tail:
         from fot.engines.vectorized.kernels import tails
 
         dz = tails.backward(
-            maps(d), None if y is None else maps(y), places, (shape[2], shape[3]) if len(shape) == 4 else (1, 1),
-            clients, p=self.dropped.p if self.dropped else 0.0, pool=self.pool,
+            maps(d), None if y is None else maps(y), places,
+            (shape[2], shape[3]) if len(shape) == 4 else (1, 1), clients,
+            p=self.dropped.p if self.dropped else 0.0, pool=self.pool,
             bias=None if self.bias is None else (self.bias.values, self.bias.kept(), self.bias.pace.lr),
         )  # fmt: skip
-        return dz.permute(0, 3, 1, 2) if len(shape) == 4 else dz.view(shape)
+        return unmapped(dz, shape)

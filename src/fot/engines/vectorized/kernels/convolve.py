@@ -1,9 +1,9 @@
-"""The products of a cohort's convolutions as three kernels: the maps, the samples' gradient, the filters' step.
+"""A cohort's convolutions as three kernels: the maps, the samples' gradient, the filters' step.
 
 Each is one matrix product a client whose left factor is never formed: a program reads the windows of its tile
-straight from the maps (an implicit product). Maps lie with their channels last, ``[C·B, H, W, I]``, and filters
-likewise, ``[C, O, kh, kw, I]``. So the I numbers under one tap of a window lie side by side in both, and a sum
-over a window is taken tap by tap; of few channels, row by row of the window, kw·I numbers at a time.
+straight from the maps (an implicit product). Maps lie with their channels last, ``[C·B, H, W, I]``, and
+filters likewise, ``[C, O, kh, kw, I]``. So the I numbers under one tap of a window lie side by side in both,
+and a sum over a window is taken tap by tap; of few channels, row by row, kw·I numbers at a time.
 
 Sums are taken in an order that shapes alone fix, so that a run gives the same numbers each time.
 """
@@ -38,10 +38,12 @@ class Tiles(NamedTuple):
 
 
 SMALL = Tiles(32, 32, 16, 4, 2)
-"""Where factors keep all their digits a GPU multiplies number by number, and large tiles take long to compile."""
+"""Where factors keep all digits: a GPU multiplies number by number then, and large tiles compile slowly."""
 
 
-def forward(x: Tensor, w: Tensor, window: Window, size: tuple[int, int], tiles: Tiles | None = None) -> Tensor:
+def forward(
+    x: Tensor, w: Tensor, window: Window, size: tuple[int, int], tiles: Tiles | None = None
+) -> Tensor:
     """The maps ``[C·B, *size, O]`` of samples ``[C·B, H, W, I]`` under each client's own filters."""
     clients, outputs, kh, kw, inputs = w.shape
     rows = len(x) // clients * size[0] * size[1]
@@ -189,7 +191,7 @@ def _samples_gradient(
 @triton.jit
 def _step(
     d, x, w, out, turned, rows, share, H, W, OH, OW, above, left, of_client,
-    KEEP: tl.constexpr, LR: tl.constexpr,  # constants, since numbers that are passed lose half of their digits
+    KEEP: tl.constexpr, LR: tl.constexpr,  # constants: numbers that are passed lose half of their digits
     I: tl.constexpr, O: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr,
     PADDED: tl.constexpr, PARTIAL: tl.constexpr, TURNED: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,

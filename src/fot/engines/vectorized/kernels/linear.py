@@ -1,4 +1,4 @@
-"""The way back through a linear layer, and the loss at a cohort's end: each in one reading of what it needs."""
+"""The way back through a linear layer, and the loss, each in one reading of what it needs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ def _backward(
         at = o[:, None] * I + i[None, :]
         there = (o < O)[:, None] & (i < I)[None, :]
         old = tl.load(w + at, mask=there, other=0.0)
-        across = tl.load(d + m[None, :] * O + o[:, None], mask=(m < rows)[None, :] & (o < O)[:, None], other=0.0)
+        across = tl.load(
+            d + m[None, :] * O + o[:, None], mask=(m < rows)[None, :] & (o < O)[:, None], other=0.0
+        )
         if SAMPLES:
             along = tl.load(
                 d + m[:, None] * O + o[None, :], mask=(m < rows)[:, None] & (o < O)[None, :], other=0.0

@@ -1,8 +1,8 @@
 """Batch-norm of a cohort on each client's own statistics.
 
-Three readings of the maps forward and back: sums over a client's rows, what follows from them for each channel,
-and the maps themselves, which then need a factor and a summand only (``tails.forward``). Sums are taken in
-float64: memory hides its cost, and a variance is then the plain difference of two sums.
+The maps are read for sums over a client's rows, and once more with the factor and the summand of each channel
+that follow from these (``tails.forward``); so, too, on the way back. Sums are taken in float64: memory hides
+its cost, and a variance is then the plain difference of two sums.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def statistics(z: Tensor, clients: int, weight: Tensor | None, bias: Tensor | No
     sums, rows = _sums(z, None, clients)
     shape = (clients, z.shape[-1])
     mean, inverse = sums.new_empty(shape), sums.new_empty(shape)
-    gain, shift = z.new_empty(shape), z.new_empty(shape)
+    exact = torch.promote_types(z.dtype, torch.float32)
+    gain, shift = z.new_empty(shape, dtype=exact), z.new_empty(shape, dtype=exact)
     units = mean.numel()
     _statistics[(triton.cdiv(units, BLOCK),)](
         sums, weight, bias, mean, inverse, gain, shift, units, len(sums), 1 / rows, eps,
@@ -52,8 +53,8 @@ def backward(d: Tensor, z: Tensor, known: Statistics) -> tuple[Tensor, Tensor, T
     of_weight, of_bias, of_z, rest = (torch.empty_like(known.gain) for _ in range(4))
     units = of_z.numel()
     _factors[(triton.cdiv(units, BLOCK),)](
-        sums, known.mean, known.inverse, known.gain, of_weight, of_bias, of_z, rest, units, len(sums), 1 / rows,
-        BLOCK,
+        sums, known.mean, known.inverse, known.gain, of_weight, of_bias, of_z, rest, units, len(sums),
+        1 / rows, BLOCK,
     )  # fmt: skip
     below, units = torch.empty_like(d), d.numel() // clients
     _below[triton.cdiv(units, 1024), clients](d, z, known.gain, of_z, rest, below, units, channels, 1024)
@@ -83,10 +84,7 @@ def _summed(z, d, sums, rows, share, channels, OF_D: tl.constexpr, BM: tl.conste
         there = (m < rows)[:, None] & (f < channels)[None, :]
         at = (client * rows + m)[:, None] * channels + f[None, :]
         v = tl.load(z + at, mask=there, other=0.0).to(tl.float64)
-        if OF_D:
-            g = tl.load(d + at, mask=there, other=0.0).to(tl.float64)
-        else:
-            g = v
+        g = tl.load(d + at, mask=there, other=0.0).to(tl.float64) if OF_D else v
         first += g
         second += g * v
     clients = tl.num_programs(1)
@@ -114,8 +112,8 @@ def _statistics(
     there = u < units
     first, second = _added(sums, u, there, units, parts, BLOCK)
     centre = first * SHARE
-    spread = tl.maximum(second * SHARE - centre * centre, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    factor = 1.0 / tl.sqrt(spread + EPS)
+    variance = second * SHARE - centre * centre
+    factor = 1.0 / tl.sqrt(tl.where(variance < 0, 0.0, variance) + EPS)  # NaN stays
     tl.store(mean + u, centre, mask=there)
     tl.store(inverse + u, factor, mask=there)
     if WEIGHT:
@@ -151,6 +149,11 @@ def _below(d, z, of_d, of_z, rest, below, units, F: tl.constexpr, BLOCK: tl.cons
     u = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = u < units
     own, at = client * F + u % F, client * units + u
-    value = tl.load(of_d + own, mask=there, other=0.0) * tl.load(d + at, mask=there, other=0.0)
-    value += tl.load(of_z + own, mask=there, other=0.0) * tl.load(z + at, mask=there, other=0.0)
-    tl.store(below + at, value + tl.load(rest + own, mask=there, other=0.0), mask=there)
+    value = tl.load(rest + own, mask=there, other=0.0)
+    value += tl.load(of_d + own, mask=there, other=0.0) * tl.load(d + at, mask=there, other=0.0).to(
+        value.dtype
+    )
+    value += tl.load(of_z + own, mask=there, other=0.0) * tl.load(z + at, mask=there, other=0.0).to(
+        value.dtype
+    )
+    tl.store(below + at, value.to(below.dtype.element_ty), mask=there)

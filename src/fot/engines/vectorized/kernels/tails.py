@@ -1,7 +1,7 @@
 """What follows a product of a cohort, in one kernel each way: bias, addition, ReLU, dropout, pooling.
 
-Maps lie with their channels last, ``[C·B, OH, OW, O]``; a linear layer's output is a map of one pixel. Nothing
-but the result is kept for the way back: behind a ReLU it tells by its sign which units the ReLU and the
+Maps lie with their channels last, ``[C·B, OH, OW, O]``; a linear layer's output is a map of one pixel.
+Nothing but the result is kept for the way back: behind a ReLU its sign tells which units the ReLU and the
 dropout let through, and under a pooling a byte a unit tells where the largest was.
 
 Dropout draws what ``fot.dropout`` draws, bit for bit: the top 24 bits of SplitMix64 of (key, position).
@@ -26,8 +26,9 @@ DRAW, KEY = tl.constexpr(_DRAW), tl.constexpr(_KEY)
 
 
 def forward(
-    z: Tensor, clients: int, *, gain: Tensor | None = None, bias: Tensor | None = None, other: Tensor | None = None,
-    relu: bool = False, keys: Tensor | None = None, call: int = 0, p: float = 0.0, pool: int = 1,
+    z: Tensor, clients: int, *, gain: Tensor | None = None, bias: Tensor | None = None,
+    other: Tensor | None = None, relu: bool = False, keys: Tensor | None = None, call: int = 0,
+    p: float = 0.0, pool: int = 1,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """pool(dropout(relu(gain·z + bias + other))), and for a pooling where in its windows the largest were.
 
@@ -55,20 +56,20 @@ def forward(
 
 
 def backward(
-    d: Tensor, y: Tensor | None, places: Tensor | None, size: tuple[int, int], clients: int, *, p: float = 0.0,
-    pool: int = 1, bias: tuple[Tensor, float, float] | None = None,
+    d: Tensor, y: Tensor | None, places: Tensor | None, size: tuple[int, int], clients: int, *,
+    p: float = 0.0, pool: int = 1, bias: tuple[Tensor, float, float] | None = None,
 ) -> Tensor:  # fmt: skip
     """The gradient ``[C·B, *size, O]`` at z of one at the result y; where ``y`` is None, there was no ReLU.
 
-    With it goes the step of a bias: of (b, keep, lr), b <- keep·b - lr·(the sum over a client's rows), in place.
+    With it goes the step of a bias, (b, keep, lr): b <- keep·b - lr·(the sum over a client's rows), in place.
     """
     dz = d if y is None else d.new_empty(len(d), *size, d.shape[-1])
     if bias is not None:
         values, keep, lr = bias
         columns = min(64, triton.next_power_of_2(d.shape[-1]))
         _stepped_bias[triton.cdiv(d.shape[-1], columns), clients](
-            d, y, dz, values, d[..., 0].numel() // clients, _scale(p), keep, lr, d.shape[-1], y is not None, 32,
-            columns,
+            d, y, dz, values, d[..., 0].numel() // clients, _scale(p), keep, lr, d.shape[-1], y is not None,
+            32, columns,
         )  # fmt: skip
     elif y is not None:
         units = dz.numel() // clients
@@ -89,7 +90,8 @@ def _mixed(z):
 def _forward(
     z, y, places, gain, bias, other, keys, call, units, images,
     O: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, POOL: tl.constexpr, RELU: tl.constexpr,
-    LEAST: tl.constexpr, SCALE: tl.constexpr, GAIN: tl.constexpr, BIAS: tl.constexpr, OTHER: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr,
+    LEAST: tl.constexpr, SCALE: tl.constexpr, GAIN: tl.constexpr, BIAS: tl.constexpr, OTHER: tl.constexpr,
+    DROP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     client = tl.program_id(1).to(tl.int64)
     u = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -109,12 +111,13 @@ def _forward(
     if DROP:  # the call's own key: see fot.randomness
         key = _mixed((tl.load(keys + client) + call).to(tl.uint64))
         start = ((key ^ (key >> 31)) & KEY) ^ DRAW
-    best = tl.zeros((BLOCK,), dtype=y.dtype.element_ty)
+    kind = tl.float64 if z.dtype.element_ty == tl.float64 else tl.float32
+    best = tl.zeros((BLOCK,), dtype=kind)
     place = tl.zeros((BLOCK,), dtype=tl.int32)
     for window in tl.static_range(POOL * POOL):
         oh, ow = ph * POOL + window // POOL, pw * POOL + window % POOL
         at = ((image * OH + oh) * OW + ow) * O + o
-        v = tl.load(z + at, mask=there, other=0.0)
+        v = tl.load(z + at, mask=there, other=0.0).to(kind)
         if GAIN:
             v *= factor
         if BIAS:
@@ -133,7 +136,7 @@ def _forward(
             larger = (v > best) | (v != v)
             best = tl.where(larger, v, best)
             place = tl.where(larger, window, place)
-    tl.store(y + u, best, mask=there)
+    tl.store(y + u, best.to(y.dtype.element_ty), mask=there)
     if POOL > 1:
         if RELU:
             place = tl.where(best <= 0, NOWHERE, place)
@@ -148,11 +151,12 @@ def _backward(
     client = tl.program_id(1).to(tl.int64)
     u = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = u < units
+    kind = tl.float64 if d.dtype.element_ty == tl.float64 else tl.float32
     dz += client * units
     if POOL == 1:
         at = client * units + u
-        passed = tl.load(y + at, mask=there, other=0.0)
-        value = tl.where(passed <= 0, 0.0, tl.load(d + at, mask=there, other=0.0) * SCALE)
+        passed = tl.load(y + at, mask=there, other=0.0).to(kind)
+        value = tl.where(passed <= 0, 0.0, tl.load(d + at, mask=there, other=0.0).to(kind) * SCALE)
     else:
         PH: tl.constexpr = OH // POOL
         PW: tl.constexpr = OW // POOL
@@ -164,9 +168,9 @@ def _backward(
         own = oh % POOL * POOL + ow % POOL
         value = tl.where(
             tl.load(places + at, mask=inside, other=NOWHERE).to(tl.int32) == own,
-            tl.load(d + at, mask=inside, other=0.0) * SCALE, 0.0,
+            tl.load(d + at, mask=inside, other=0.0).to(kind) * SCALE, 0.0,
         )  # fmt: skip
-    tl.store(dz + u, value, mask=there)
+    tl.store(dz + u, value.to(dz.dtype.element_ty), mask=there)
 
 
 @triton.jit
@@ -181,10 +185,10 @@ def _stepped_bias(
         m = begin + tl.arange(0, BM)
         there = (m < rows)[:, None] & (o < O)[None, :]
         at = (client * rows + m)[:, None] * O + o[None, :]
-        v = tl.load(d + at, mask=there, other=0.0)
+        v = tl.load(d + at, mask=there, other=0.0).to(total.dtype)
         if RELU:
-            v = tl.where(tl.load(y + at, mask=there, other=0.0) <= 0, 0.0, v * SCALE)
-            tl.store(dz + at, v, mask=there)
+            v = tl.where(tl.load(y + at, mask=there, other=0.0).to(total.dtype) <= 0, 0.0, v * SCALE)
+            tl.store(dz + at, v.to(dz.dtype.element_ty), mask=there)
         total += v
     at = values + client * O + o
     new = KEEP * tl.load(at, mask=o < O, other=0.0) - LR * tl.sum(total, axis=0)
