@@ -1,8 +1,15 @@
 from __future__ import annotations
 
 import hashlib
+import os
 
 import pytest
+import torch
+
+# Without a GPU the kernels run in Triton's interpreter. It wants to be told before Triton is imported, and
+# here is before any test imports anything.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_make_parametrize_id(config: object, val: object, argname: str) -> str | None:

@@ -27,7 +27,7 @@ from fot.benchmarks.stream import Task
 from fot.benchmarks.transforms import CropAndFlip
 from fot.engines.base import Round, RoundKeys, Training
 from fot.engines.sequential import LOSS
-from fot.engines.vectorized import VectorizedEngine, engine, masks
+from fot.engines.vectorized import VectorizedEngine, engine, kernels
 from fot.engines.vectorized.graph import GraphedRound
 from fot.methods import FOT, FedAvg
 from fot.methods.base import Batch, Method, Server
@@ -146,9 +146,8 @@ def stand_in(patch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     patch.setattr(torch.Tensor, "device", property(seen), raising=False)
     patch.setattr(torch.Tensor, "is_cuda", property(lambda t: seen(t).type == "cuda"), raising=False)
     patch.setattr(transforms, "_constant", cache(transforms._constant.__wrapped__))
-    # The compiled kernel is tested with values, on a GPU; its plain words launch the same in more pieces.
-    patch.setattr(masks, "_kernel", lambda device: masks._whole)
-    patch.setattr(masks, "_number", cache(masks._number.__wrapped__))  # no such tensor is to be left there
+    # The kernels are tested with values; torch's own operations launch the same in more pieces.
+    patch.setattr(kernels, "at_hand", lambda device: False)
 
     class Recording:
         """In the place of ``GraphedRound``: once to warm up, once as the graph would see it."""
@@ -229,6 +228,7 @@ def test_a_round_can_be_recorded(device: StandIn, name: str, method: Method, run
     training = Training(batch_size=4, epochs=2 if "mlp" in name else 1, lr=0.05, weight_decay=0.02)
     sent = one_round(make(), method, shape, (4, 7, 6), training=training, runs=runs, totals=totals)
     assert all(tensor.is_cuda for tensor in sent.values()) and sent.pop(LOSS).shape == (3 * runs,)
+    assert not totals or sent.pop(engine.FINITE).shape == ()
     assert {len(tensor) for tensor in sent.values()} == {runs if totals else 3 * runs}
     assert len(device.launches) > 50
 
@@ -299,6 +299,36 @@ def test_what_cannot_be_recorded_is_refused(
 def test_numbers_may_go_with_a_launch(device: StandIn) -> None:
     make, shape = MODELS["mlp"]
     one_round(make(), Spoilt(lambda w: (w * 2 + torch.tensor(3.0)).clamp(max=1).fill_(0.5)), shape, (6, 7, 3))
+
+
+@pytest.mark.parametrize(
+    ("method", "second", "recordings"),
+    [
+        (FedAvg(), [4, 7, 6], 1),
+        (FedAvg(), [7, 4, 6], 1),
+        (FedAvg(), [5, 6, 6], 2),  # other bounds: other steps
+        (FedAvg(), [4, 7, 7], 2),
+        (Proximal(), [4, 7, 6], 2),  # its loss may do something else on another task
+    ],
+)
+def test_a_recording_serves_the_next_task_where_that_is_alike(
+    device: StandIn, monkeypatch: pytest.MonkeyPatch, method: Method, second: list[int], recordings: int
+) -> None:
+    recording, made = engine.GraphedRound, []
+    monkeypatch.setattr(engine, "GraphedRound", lambda *rest: made.append(rest) or recording(*rest))
+    make, shape = MODELS["mlp"]
+    network = Network(make())
+    network.device = CUDA
+    server = Server({name: t.to(CUDA) for name, t in network.tree().items()}, {})
+    trained = VectorizedEngine(network, method, Training(batch_size=4))
+    unused = make_aggregation("plain", seed=0).open(range(3), kind="update", path=(0, 0))
+    for index, sizes in enumerate(([4, 7, 6], second)):
+        x, y = torch.empty(sum(sizes), *shape), torch.empty(sum(sizes), dtype=torch.int64)
+        task = Task(index, "fake", CLASSES, x, y, x[:1], y[:1], torch.arange(len(x)).split(sizes))
+        for number in range(2):
+            one = Round(server, task, range(3), RoundKeys(number, 2, 3), {}, unused)
+            trained.local_cohort([one], ([0, 1, 2],), totals=True)
+    assert len(made) == recordings
 
 
 class Broken:

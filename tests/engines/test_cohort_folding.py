@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -157,6 +158,18 @@ def test_outside_of_a_fold_a_stack_is_refused() -> None:
         Stacked.of(torch.ones(C, 4)) + 1
 
 
+def assert_convolves(x: Tensor, w: Tensor, stride: int, padding: Any, dilation: Any) -> None:
+    y = product(Convolution(w.shape[2:], stride, padding, dilation), x, w)
+    convolve = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}[x.dim()]
+    both = zip(x.chunk(len(w)), w, strict=True)
+    alone = torch.cat([convolve(one, own, None, stride, padding, dilation) for one, own in both])
+    torch.testing.assert_close(y, alone, rtol=1e-11, atol=1e-11)
+    back = gaussian(*y.shape, seed=3)
+    gradients = [torch.autograd.grad((of * back).sum(), (x, w)) for of in (y, alone)]
+    for got, wanted in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-11)
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     axes=st.integers(1, 3),
@@ -167,44 +180,23 @@ def test_outside_of_a_fold_a_stack_is_refused() -> None:
     channels=st.integers(1, 3),
     extra=st.integers(0, 3),
 )
-def test_convolution_by_patches(
+def test_convolution(
     axes: int, kernel: int, stride: int, padding: int, dilation: int, channels: int, extra: int
 ) -> None:
-    """The product over patches and the library's convolution agree in the value and both adjoints."""
+    """Each client's own convolution, in the value and both adjoints."""
     length = dilation * (kernel - 1) + 1 + extra
     x = gaussian(2 * 3, channels, *[length + i for i in range(axes)], seed=1).requires_grad_()
     w = gaussian(2, 4, channels, *[kernel] * axes, seed=2).requires_grad_()
-    results = []
-    for by_patches in (True, False):
-        operation = Convolution(w.shape[2:], stride, padding, dilation, by_patches=by_patches)
-        y = product(operation, x, w)
-        results.append((y, *torch.autograd.grad((y * gaussian(*y.shape, seed=3)).sum(), (x, w))))
-    convolve = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[axes]
-    plain = [
-        convolve(one, own, None, stride, padding, dilation) for one, own in zip(x.chunk(2), w, strict=True)
-    ]
-    torch.testing.assert_close(results[0][0], torch.cat(plain), rtol=1e-11, atol=1e-11)
-    for by_patch, native in zip(*results, strict=True):
-        torch.testing.assert_close(by_patch, native, rtol=1e-11, atol=1e-11)
+    assert_convolves(x, w, stride, padding, dilation)
 
 
 @pytest.mark.parametrize(
     ("kernel", "padding", "dilation"),
     [((4,), "same", 1), ((4, 3), "same", (2, 1)), ((3, 2), (1, 0), 1), ((2, 1), (4, 0), (1, 3))],
 )
-def test_gradients_by_patches_where_padding_is_uneven(
+def test_convolution_whose_padding_is_uneven(
     kernel: tuple[int, ...], padding: str | tuple[int, ...], dilation: int | tuple[int, ...]
 ) -> None:
     x = gaussian(2 * 3, 3, *[9, 8][: len(kernel)], seed=1).requires_grad_()
     w = gaussian(2, 4, 3, *kernel, seed=2).requires_grad_()
-    convolve = F.conv1d if len(kernel) == 1 else F.conv2d
-    y = product(Convolution(w.shape[2:], 1, padding, dilation, by_patches=True), x, w)
-    alone = torch.cat(
-        [convolve(one, own, None, 1, padding, dilation) for one, own in zip(x.chunk(2), w, strict=True)]
-    )
-    torch.testing.assert_close(y, alone, rtol=1e-11, atol=1e-11)
-    back = gaussian(*y.shape, seed=3)
-    for got, wanted in zip(
-        *(torch.autograd.grad((of * back).sum(), (x, w)) for of in (y, alone)), strict=True
-    ):
-        torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-11)
+    assert_convolves(x, w, 1, padding, dilation)

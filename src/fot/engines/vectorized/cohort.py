@@ -96,7 +96,7 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, y: Tensor, weight: Tensor, clients: int) -> tuple[Tensor, Tensor]:
         from fot.engines.vectorized.kernels import linear
 
-        own, d = linear.cross_entropy(logits.contiguous(), y, weight, clients)
+        own, d = linear.cross_entropy(logits, y, weight, clients)
         ctx.save_for_backward(d)
         ctx.mark_non_differentiable(own)
         return own.sum(), own

@@ -164,8 +164,9 @@ class VectorizedEngine(SequentialEngine):
         if self._held is None or not self._held.of(tasks):
             data = [self._data(tasks[0])] if len(tasks) == 1 else [*map(self._placed, tasks)]
             held, alike = Holdings(tasks, data), self._same_in_all(rounds)
-            # What was recorded for one task serves the next, where the same is trained on as many samples.
-            same = self._graphs and alike == self._alike and not self.network.multi_head
+            # What was recorded for one task serves the next, where the same is trained on as many samples,
+            # and by a loss that does not look at the task.
+            same = self._graphs and self.method.plain and alike == self._alike and not self.network.multi_head
             if not (same and self._held is not None and self._held.take(held)):
                 self._held, self._alike = held, alike
                 self._graphs.clear()

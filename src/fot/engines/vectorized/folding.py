@@ -65,6 +65,8 @@ class Fold(TorchFunctionMode):
             if tied is not None:
                 return tied
             args, kwargs = settled(args), settled(kwargs)
+        if func is Tensor.view and isinstance(args[-1], (int, tuple)) and not kwargs:
+            func = Tensor.reshape  # kernels leave maps with their channels last, where a view may not reach
         # Batch-norm mixes samples even where it has no parameters.
         if Stacked not in types and func is not F.batch_norm:
             return func(*args, **kwargs)
@@ -144,7 +146,10 @@ class Fold(TorchFunctionMode):
         if isinstance(weight, Stacked) and isinstance(weight.local, LocalWeight):
             self.split(x)
             assert own_bias is None or isinstance(own_bias, LocalBias)
-            y = self.product(weight.local, Linear(), x, (*x.shape[:-1], weight.shape[-2]), Tail(own_bias))
+            flat = x if x.dim() < 4 else x.flatten(1, -2)  # what follows would take four axes for maps
+            shape, tail = (*flat.shape[:-1], weight.shape[-2]), Tail(own_bias)
+            y = self.product(weight.local, Linear(), flat, shape, tail)
+            y = y if flat is x else settled(y).view(*x.shape[:-1], -1)
             if own_bias is not None or bias is None:
                 return y
             y = settled(y)

@@ -35,12 +35,14 @@ def batch_norm(
     if training and fold.valid is None and running_mean is None and kernels.at_hand(x.device):
         flat = [_of_all(fold, t) for t in (weight, bias)]
         own = [t if t is None else t.view(fold.clients, -1) for t in flat]
+        z = x if x.dim() in (2, 4) else x.flatten(2).unsqueeze(-1)  # kernels take maps, or what has no axes
 
         def normalised(tail: Tail) -> Tensor:
-            y: Tensor = _Normalised.apply(x, *own, tail.other, fold.clients, eps, tail)  # type: ignore[no-untyped-call]
+            y: Tensor = _Normalised.apply(z, *own, tail.other, fold.clients, eps, tail)  # type: ignore[no-untyped-call]
             return y
 
-        return Pending.of(x.shape, x, normalised, Tail())
+        result = Pending.of(z.shape, z, normalised, Tail())
+        return result if z is x else result.value().view(x.shape)
     if training and fold.valid is None:
         parts = (running_mean, running_var, weight, bias)
         return _by_channels(fold, x, [_of_all(fold, t) for t in parts], momentum, eps)

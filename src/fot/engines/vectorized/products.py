@@ -172,14 +172,16 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 def unmapped(y: Tensor, shape: Sequence[int]) -> Tensor:
     """What kernels give, as the module expects it: of a shape like that one, up to the sizes of its maps."""
-    return y.permute(0, 3, 1, 2) if len(shape) == 4 else y.view(shape)
+    y = y.permute(0, 3, 1, 2) if len(shape) == 4 else y.view(shape)
+    # A tensor of its own and no view: only such a one may be changed in place where autograd has made it.
+    return y.new_empty(0).set_(y.untyped_storage(), y.storage_offset(), y.shape, y.stride())
 
 
 def maps(x: Tensor) -> Tensor:
     """As kernels read them, channels last; what a linear layer gives are maps of one pixel."""
     if x.dim() == 4:
         return x.permute(0, 2, 3, 1).contiguous()
-    return x.reshape(-1, 1, 1, x.shape[-1])
+    return x.reshape(-1, 1, 1, x.shape[-1] if x.dim() > 1 else 1)
 
 
 def product(operation: Linear | Convolution, x: Tensor, w: Tensor) -> Tensor:

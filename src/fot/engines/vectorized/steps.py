@@ -175,16 +175,17 @@ class _Filters(_Dense):
         self, operation: Linear | Convolution, d: Tensor, x: Tensor, pace: Pace, samples: bool
     ) -> Tensor | None:
         assert isinstance(operation, Convolution)
-        below = None
+        below, shared = None, not self.own
         if samples:
             if self.turned is None:
-                self.turned = spread(self.sent.transpose(1, 4).contiguous(), self.clients)
+                turned = (self.sent if shared else self.weight).transpose(1, 4).contiguous()
+                self.turned = spread(turned, self.clients) if shared else turned
             below = operation.samples_gradient(d, x, self.turned.to(d.dtype))
         keep = self.kept(pace)
         old = self.weight
         if not self.own:
             self.weight, self.own = torch.empty_like(old, memory_format=torch.contiguous_format), True
-        if self.turned is not None and not self.turned.stride(0):  # still the one that all were sent
+        if shared and self.turned is not None:  # what all were sent is not written to
             self.turned = torch.empty_like(self.turned, memory_format=torch.contiguous_format)
         operation.step(d, x, old, keep, pace.lr, self.weight, self.turned)
         return below

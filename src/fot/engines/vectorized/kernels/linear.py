@@ -66,6 +66,8 @@ def _backward(
 
 def cross_entropy(logits: Tensor, y: Tensor, weight: Tensor, clients: int) -> tuple[Tensor, Tensor]:
     """Each client's weighted loss ``[C]``, and the gradient of their sum at the logits ``[C·B, classes]``."""
+    # The rows of a step are columns of a table, and one column alone lies in strides.
+    logits, y, weight = logits.contiguous(), y.contiguous(), weight.contiguous()
     d, losses = torch.empty_like(logits), logits.new_empty(clients)
     classes = logits.shape[1]
     wide = triton.next_power_of_2(classes)
