@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fot.aggregation import make_aggregation
 from fot.benchmarks.stream import Task
-from fot.engines.base import RoundKeys, RoundOutcome, Training
+from fot.engines.base import Round, RoundKeys, RoundOutcome, Training
 from fot.engines.sequential import LOSS, SequentialEngine
 from fot.engines.vectorized import VectorizedEngine, steps
 from fot.federation.experiment import resolve
@@ -46,9 +46,8 @@ def one_round(
 ) -> tuple[Server, RoundOutcome]:  # fmt: skip
     cohort = range(len(task.clients)) if cohort is None else cohort
     summation = make_aggregation("plain", seed=0).open(list(cohort), kind="update", path=(task.index, number))
-    outcome = engine.train(
-        server, task, list(cohort), keys(task.index, number), clients or {}, summation, **options
-    )
+    drawn = keys(task.index, number)
+    outcome = engine.train(Round(server, task, list(cohort), drawn, clients or {}, summation, **options))
     if outcome.sums is None:
         return server, outcome
     mean = {n: t / len(outcome.sums.clients) for n, t in outcome.sums.arrays.items() if n != LOSS}

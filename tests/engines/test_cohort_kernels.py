@@ -131,7 +131,7 @@ def test_runs_side_by_side_by_kernels() -> None:
             made.append((network, Round(server, task, range(3), keys(0, seed), {}, summation)))
         own = [kind(network, FedAvg(), TRAINING) for network, _ in made]
         if kind is SequentialEngine:
-            outcomes.append([e.train(**vars(r)) for e, (_, r) in zip(own, made, strict=True)])
+            outcomes.append([e.train(r) for e, (_, r) in zip(own, made, strict=True)])
         else:
             outcomes.append(own[0].train_together([r for _, r in made]))
     for alone, together in zip(*outcomes, strict=True):

@@ -11,7 +11,7 @@ from torch import nn
 from fot.aggregation import make_aggregation
 from fot.benchmarks.stream import Task, TaskStream
 from fot.dropout import keyed_dropout
-from fot.engines.base import EngineOptions, RoundKeys, Training
+from fot.engines.base import EngineOptions, Round, RoundKeys, Training
 from fot.engines.sequential import LOSS, SequentialEngine
 from fot.errors import UserError
 from fot.federation.run import Run
@@ -43,7 +43,7 @@ def engine(method: Method | None = None, **training) -> SequentialEngine:
 def train(engine: SequentialEngine, task: Task, cohort: list[int], **options):
     summation = make_aggregation("plain", seed=0).open(cohort, kind="update", path=(0, 0))
     server = Server(engine.network.tree(), {})
-    return engine.train(server, task, cohort, KEYS, {}, summation, **options), server
+    return engine.train(Round(server, task, cohort, KEYS, {}, summation, **options)), server
 
 
 def by_hand(task: Task, client: int, training: Training, augment=None) -> tuple[nn.Module, float]:
@@ -221,9 +221,9 @@ def test_clients_without_data_are_never_asked():
     told: list[int] = []
 
     class Spy(SequentialEngine):
-        def local_training(self, server, task, client, keys, state):
+        def local_training(self, round, client):
             told.append(client)
-            return super().local_training(server, task, client, keys, state)
+            return super().local_training(round, client)
 
     stream = TaskStream("own", 4, False, (4,), 2, task)
     training = Training(rounds=3, cohort=4)

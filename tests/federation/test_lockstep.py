@@ -192,7 +192,7 @@ def test_a_run_that_is_behind_goes_first_and_meets_the_others(monkeypatch):
 
     started, ahead = a_digits_run(0), a_digits_run(0)
     walk = started.walk()
-    walk.send(started.engine.train(**vars(next(walk))))
+    walk.send(started.engine.train(next(walk)))
     ahead.state = started.state  # one round is done
     seen = counted(monkeypatch)
     lockstep([ahead, a_digits_run(1)])

@@ -183,9 +183,9 @@ def test_the_cohort_is_drawn_anew_each_round_from_its_key():
     )  # fmt: skip
     train = run.engine.train
 
-    def spy(server, task, cohort, *rest, **more):
-        seen.append(list(cohort))
-        return train(server, task, cohort, *rest, **more)
+    def spy(round):
+        seen.append(list(round.cohort))
+        return train(round)
 
     run.engine.train = spy
     run()

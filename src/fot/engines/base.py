@@ -107,6 +107,8 @@ class Round:
     summation: Summation
     keep_local: bool = False
     """Whether each client's own model is wanted besides the sum."""
+    provisional: bool = False
+    """Whether sums may be given before it is known that they are finite: see ``RoundOutcome.finite``."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,9 @@ class RoundOutcome:
     """Clients that were left out: their numbers were not finite, and the sum is not a discreet one."""
     local_params: dict[int, Tree] = field(default_factory=dict)
     """Each client's own model after training, where the method asks for it."""
+    finite: Tensor | None = None
+    """Of provisional sums, whether they are finite: a device may still be at it. Where they are not, the
+    round is to be trained anew and not provisionally, which finds out who is to be left out."""
 
 
 class Engine(Protocol):
@@ -128,17 +133,7 @@ class Engine(Protocol):
     name: str
     device: torch.device
 
-    def train(
-        self,
-        server: Server,
-        task: Task,
-        cohort: Sequence[int],
-        keys: RoundKeys,
-        clients: dict[int, Tree],
-        summation: Summation,
-        *,
-        keep_local: bool = False,
-    ) -> RoundOutcome:
+    def train(self, round: Round) -> RoundOutcome:
         """Train the cohort from the server's model and sum the updates."""
 
     def extract(

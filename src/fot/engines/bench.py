@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fot.aggregation import make_aggregation
 from fot.benchmarks.stream import Task
 from fot.dropout import keyed_dropout
-from fot.engines.base import RoundKeys, Training
+from fot.engines.base import Round, RoundKeys, Training
 from fot.engines.sequential import LOSS, SequentialEngine
 from fot.engines.vectorized import VectorizedEngine
 from fot.errors import UserError
@@ -149,7 +149,7 @@ def _ways(network: Network, training: Training, *, exact: bool = False) -> dict[
     def by(engine: SequentialEngine) -> Train:
         def train(server: Server, task: Task, cohort: list[int], keys: RoundKeys) -> Tree:
             summation = make_aggregation("plain", seed=0).open(cohort, kind="update", path=(0, 0))
-            sums = engine.train(server, task, cohort, keys, {}, summation).sums
+            sums = engine.train(Round(server, task, cohort, keys, {}, summation)).sums
             assert sums is not None
             return {name: t / len(cohort) for name, t in sums.arrays.items() if name != LOSS}
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from fot.aggregation import Summation
 from fot.benchmarks.stream import Task
 from fot.dropout import keyed_dropout
-from fot.engines.base import RoundKeys, RoundOutcome, Training
+from fot.engines.base import Round, RoundOutcome, Training
 from fot.errors import NotFinite
 from fot.methods.base import Batch, ClientData, Method, Server
 from fot.network import Network, Tree
@@ -34,42 +34,32 @@ class SequentialEngine:
         self.device = network.device
         self._resident: tuple[Task, Tensor, Tensor] | None = None
 
-    def train(
-        self,
-        server: Server,
-        task: Task,
-        cohort: Sequence[int],
-        keys: RoundKeys,
-        clients: dict[int, Tree],
-        summation: Summation,
-        *,
-        keep_local: bool = False,
-    ) -> RoundOutcome:
+    def train(self, round: Round) -> RoundOutcome:
         excluded: list[int] = []
         local_params: dict[int, Tree] = {}
-        for client in cohort:
+        before, summation = round.server.params, round.summation
+        for client in round.cohort:
             with self.network.products():
-                params, loss = self.local_training(server, task, client, keys, clients.get(client, {}))
-            sent = [*self.network.trained(task.index), *self.network.carried()]
-            update = {name: params[name] - server.params[name] for name in sent} | {LOSS: loss}
+                params, loss = self.local_training(round, client)
+            sent = [*self.network.trained(round.task.index), *self.network.carried()]
+            update = {name: params[name] - before[name] for name in sent} | {LOSS: loss}
             if not (summation.discreet or all(torch.isfinite(tensor).all() for tensor in update.values())):
                 excluded.append(client)
                 continue
             summation.add([client], {name: tensor.unsqueeze(0) for name, tensor in update.items()})
-            if keep_local:
+            if round.keep_local:
                 local_params[client] = params
-        sums = summation.close() if len(excluded) < len(cohort) else None
+        sums = summation.close() if len(excluded) < len(round.cohort) else None
         return RoundOutcome(sums, tuple(excluded), local_params)
 
-    def local_training(
-        self, server: Server, task: Task, client: int, keys: RoundKeys, state: Tree
-    ) -> tuple[Tree, Tensor]:
+    def local_training(self, round: Round, client: int) -> tuple[Tree, Tensor]:
         """A client's model after its local epochs of SGD, and its mean loss on the way."""
+        task, keys, state = round.task, round.keys, round.clients.get(client, {})
         x, y = self._data(task)
         held = task.clients[client].to(self.device)
         order, dropout, augment = (fold(k, client) for k in (keys.order, keys.dropout, keys.augment))
         trained = self.network.trained(task.index)
-        params = {name: tensor.clone() for name, tensor in server.params.items()}
+        params = {name: tensor.clone() for name, tensor in round.server.params.items()}
         losses: list[Tensor] = []
         for epoch in range(self.training.epochs):
             shuffled = held[permutation(fold(order, epoch), len(held), self.device)]

@@ -22,7 +22,7 @@ import atexit
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from fot.aggregation.encoded import EncodedSummation
 from fot.aggregation.plain import PlainSummation
 from fot.aggregation.private import PrivateSummation
 from fot.benchmarks.stream import Task
-from fot.engines.base import Engine, RoundKeys, RoundOutcome
+from fot.engines.base import Engine, Round, RoundOutcome
 from fot.errors import UserError
 from fot.methods.base import Server
 from fot.network import Tree
@@ -150,25 +150,16 @@ class ShardedEngine:
         self.name = engine.name
         self.device = engine.device
 
-    def train(
-        self,
-        server: Server,
-        task: Task,
-        cohort: Sequence[int],
-        keys: RoundKeys,
-        clients: dict[int, Tree],
-        summation: Summation,
-        *,
-        keep_local: bool = False,
-    ) -> RoundOutcome:
+    def train(self, round: Round) -> RoundOutcome:
         """Train this rank's share of the cohort; the sum is over all of it."""
-        part, own = PartSummation(summation), self._own(cohort)
-        server = self._server(server)
+        part, own = PartSummation(round.summation), self._own(round.cohort)
+        server = self._server(round.server)
         outcome = RoundOutcome(None)
         if own:
-            outcome = self.engine.train(server, task, own, keys, clients, part, keep_local=keep_local)
-        local_params = self.world.share(outcome.local_params) if keep_local else {}
-        return self._whole(part, cohort, outcome.excluded, local_params)
+            share = replace(round, server=server, cohort=own, summation=part, provisional=False)
+            outcome = self.engine.train(share)
+        local_params = self.world.share(outcome.local_params) if round.keep_local else {}
+        return self._whole(part, round.cohort, outcome.excluded, local_params)
 
     def extract(
         self,

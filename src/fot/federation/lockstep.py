@@ -66,8 +66,8 @@ def lockstep(runs: Sequence[Run]) -> list[dict[str, Any]]:
         for number in range(len(runs)):
             go_on(number, None)
         while waiting:
-            where = {number: (runs[number].state.task, runs[number].state.round) for number in waiting}
-            behind = [number for number in waiting if where[number] == min(where.values())]
+            furthest_behind = min(runs[number].at for number in waiting)
+            behind = [number for number in waiting if runs[number].at == furthest_behind]
             active[:] = [runs[number] for number in behind]
             outcomes = list(_trained(active, [waiting.pop(number) for number in behind]))
             for number, outcome in zip(behind, outcomes, strict=True):
@@ -95,7 +95,7 @@ def _trained(runs: Sequence[Run], rounds: Sequence[Round]) -> Iterable[RoundOutc
 def _alone(run: Run, round: Round) -> RoundOutcome | RoundAborted:
     try:
         with _shared_clock([run]):
-            return run.engine.train(**vars(round))
+            return run.engine.train(round)
     except RoundAborted as reason:
         return reason
 
@@ -110,8 +110,6 @@ class _shared_clock:
         self.start = time.perf_counter()
 
     def __exit__(self, *error: object) -> None:
-        if self.runs[0].device.type == "cuda":
-            torch.cuda.synchronize(self.runs[0].device)
         share = (time.perf_counter() - self.start) / len(self.runs)
         for run in self.runs:
             run.state.seconds["train"] += share

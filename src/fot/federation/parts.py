@@ -88,6 +88,8 @@ class Parts:
         self.state = State(Server(self.network.tree(), {}))
         self._initial = dict(self.state.server.params)
         self._tests: list[tuple[Tensor, Tensor]] = []
+        self.at = (0, 0)
+        """The task and the round that it waits for."""
         self.save: Callable[[bool], None] = lambda task_ended: None
         """Called wherever the run could go on from: after rounds, and after tasks with True."""
 

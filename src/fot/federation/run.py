@@ -4,12 +4,14 @@ Data flow one way: the engine runs the cohort's local training, the aggregation 
 method updates the server, an event tells of it. At a task's end the same walk carries statistics.
 
 A run is a walk from round to round that stops where clients train: it yields the round and is sent what
-came of it. So one run, or several side by side, are driven by the same few lines (``lockstep``).
+came of it. So one run, or several side by side, are driven by the same few lines (``lockstep``). On a GPU a
+round is settled, that is read, told of and saved, while the next one trains (``flight``).
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Generator, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +23,7 @@ from fot.benchmarks.stream import Stream, Task
 from fot.engines.base import Round, RoundKeys, RoundOutcome
 from fot.engines.sequential import LOSS
 from fot.errors import UserError
+from fot.federation.flight import Flight
 from fot.federation.lockstep import lockstep
 from fot.federation.parts import Parts
 from fot.methods.base import Server
@@ -61,6 +64,8 @@ class Run(Parts):
 
     def walk(self) -> Generator[Round, RoundOutcome, dict[str, Any]]:
         """The run from where ``state`` stands to the end, round by round; returns the summary."""
+        self._told = self.state.seconds["train"]
+        self._drawn: tuple[tuple[int, int], list[int]] = ((-1, -1), [])
         self.aggregation.plan(self.sums_to_come())
         if not self.state.names:
             about = {
@@ -98,28 +103,20 @@ class Run(Parts):
         outcome = RoundOutcome(None)
         left_out: set[int] = set()
         missing = -state.excluded
-        following = self._cohort(task.index, state.round, holders)
-        for round in range(state.round, rounds):
-            cohort = following
-            if round + 1 < rounds:
-                following = self._cohort(task.index, round + 1, holders)
-            else:  # nobody is asked after the last task
-                following = self._participants(task.index, holders) if extracts else []
-            then_extracts = extracts and round == rounds - 1
-            # A cohort that is asked again at the end was not drawn for this one sum.
-            again = then_extracts and self.method.participants == "cohort"
-            outcome = yield from self._round(
-                task, round, cohort, following,
-                keep_local=self.method.model == "local" and then_extracts,
-                drawn_from=None if again else len(holders),
-            )  # fmt: skip
-            left_out |= set(self._named(outcome))
-            every = self.evaluation.every
-            if every and (round + 1) % every == 0 and round + 1 < rounds:
-                self._evaluate(task.index, round)
-            state.round = round + 1
-            if state.round < rounds:  # past the last round, the clients' local models may be wanted still
-                self.save(False)
+        flying: deque[Flight] = deque()
+        provisional = True
+        while state.round < rounds:
+            number = state.round + len(flying)
+            if number < rounds and (not flying or (flying[0].open and len(flying) == 1)):
+                server = flying[-1].server if flying else state.server
+                trained = yield from self._train(task, number, server, holders, extracts, provisional)
+                flying.append(trained)
+            elif self._settle(task, flight := flying.popleft()):
+                outcome = flight.outcome
+                left_out |= set(self._named(outcome))
+            else:  # and so may be the next: each is looked at before the server goes on from it
+                flying.clear()
+                provisional = False
         missing += state.excluded
         if missing and not left_out:
             left = f"task {task.index + 1}: {missing} updates are missing from its sums"
@@ -143,8 +140,11 @@ class Run(Parts):
 
     def _cohort(self, task: int, round: int, holders: Sequence[int]) -> list[int]:
         """The clients that train in a round, among those that hold data of the task."""
-        drawn = permutation(key(self.seed, "cohort", task, round), len(holders))[: self.training.cohort]
-        return sorted(holders[i] for i in drawn.tolist())
+        where = (task, round)
+        if self._drawn[0] != where:  # it is wanted twice: when it is expected, and when it trains
+            order = permutation(key(self.seed, "cohort", *where), len(holders))[: self.training.cohort]
+            self._drawn = (where, sorted(holders[i] for i in order.tolist()))
+        return self._drawn[1]
 
     def _participants(self, task: int, holders: Sequence[int]) -> list[int]:
         """The clients that take part at the end of a task."""
@@ -164,49 +164,73 @@ class Run(Parts):
                 state.initial.append(self._test(self._initial, task.index))
                 state.zero_shot.append(self._test(state.server.params, task.index))
 
-    def _round(
+    def _train(
         self,
         task: Task,
         round: int,
-        cohort: list[int],
-        following: list[int],
-        *,
-        keep_local: bool,
-        drawn_from: int | None,
-    ) -> Generator[Round, RoundOutcome, RoundOutcome]:
-        state, seed, training = self.state, self.seed, self.training
+        server: Server,
+        holders: Sequence[int],
+        extracts: bool,
+        provisional: bool,
+    ) -> Generator[Round, RoundOutcome, Flight]:
+        """Train a round from a server, and let the method take its sum."""
         keys = RoundKeys(
-            *(key(seed, purpose, task.index, round) for purpose in ("order", "dropout", "augment"))
+            *(key(self.seed, purpose, task.index, round) for purpose in ("order", "dropout", "augment"))
         )
-        before = state.seconds["train"]
+        cohort, loss = self._cohort(task.index, round, holders), None
+        last = round + 1 == self.training.rounds_of(task.index)
+        # A cohort that is asked again at the end was not drawn for this one sum.
+        again = extracts and last and self.method.participants == "cohort"
+        keep_local = extracts and last and self.method.model == "local"
+        self.at = (task.index, round)
         try:
             with self._clock("train"):
                 summation = self.aggregation.open(
-                    cohort, kind="update", path=(task.index, round), drawn_from=drawn_from
+                    cohort, kind="update", path=self.at, drawn_from=None if again else len(holders)
                 )
-                self.aggregation.expect(following)
-            outcome = yield Round(state.server, task, cohort, keys, state.clients, summation, keep_local)
+                if not last:
+                    self.aggregation.expect(self._cohort(task.index, round + 1, holders))
+                else:  # nobody is asked after the last task
+                    self.aggregation.expect(self._participants(task.index, holders) if extracts else [])
+            outcome = yield Round(
+                server, task, cohort, keys, self.state.clients, summation, keep_local, provisional
+            )
         except RoundAborted as reason:
             outcome = self._aborted(f"task {task.index + 1}, round {round + 1}", cohort, reason)
         with self._clock("train"):
             sums = outcome.sums
-            void = sums is None or len(sums.clients) < training.min_clients
-            loss = None
-            if sums is not None and not void:
+            if sums is not None and len(sums.clients) >= self.training.min_clients:
                 means = torch._foreach_div(list(sums.arrays.values()), len(sums.clients))
                 mean = dict(zip(sums.arrays, means, strict=True))
-                loss = float(mean.pop(LOSS))
-                state.server = self.method.aggregate(self.network, state.server, mean)
+                loss = mean.pop(LOSS)
+                server = self.method.aggregate(self.network, server, mean)
+            return Flight(round, cohort, outcome, server, loss)
+
+    def _settle(self, task: Task, flight: Flight) -> bool:
+        """Take over what a round came to, and tell of it; False where it is to be trained anew."""
+        state, outcome = self.state, flight.outcome
+        with self._clock("train"):
+            finite, loss = flight.landed()
+        if not finite:
+            return False
+        state.server = flight.server
+        sums = outcome.sums
         up, down = self._count("training", sums, _bytes(self._sent(task.index)))
         state.rounds += 1
-        missing = self._missing(cohort, outcome)
+        missing = self._missing(flight.cohort, outcome)
         state.excluded += missing
+        seconds, self._told = state.seconds["train"] - self._told, state.seconds["train"]
         self.tell(
-            "round_finished", task=task.index, round=round, loss=loss,
+            "round_finished", task=task.index, round=flight.round, loss=loss,
             clients=len(sums.clients) if sums else 0, excluded=self._named(outcome), missing=missing,
-            void=void, bytes_up=up, bytes_down=down, seconds=state.seconds["train"] - before,
+            void=flight.void, bytes_up=up, bytes_down=down, seconds=seconds,
         )  # fmt: skip
-        return outcome
+        state.round += 1
+        if state.round < self.training.rounds_of(task.index):
+            if self.evaluation.every and state.round % self.evaluation.every == 0:
+                self._evaluate(task.index, flight.round)
+            self.save(False)  # past the last round, the clients' local models may be wanted still
+        return True
 
     def _aborted(self, what: str, cohort: Sequence[int], reason: RoundAborted) -> RoundOutcome:
         """The sum of nobody, at the cost it had."""
@@ -291,7 +315,7 @@ class Run(Parts):
     def _clock(self, part: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and part != "train":  # rounds are waited for where they are settled
             torch.cuda.synchronize(self.device)
         self.state.seconds[part] += time.perf_counter() - start
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fot.aggregation import Summation
 from fot.benchmarks.stream import Task
-from fot.engines.base import Round, RoundKeys, RoundOutcome, Training
+from fot.engines.base import Round, RoundOutcome, Training
 from fot.engines.sequential import LOSS, SequentialEngine
 from fot.engines.vectorized.cohort import Holdings, chunks, cohort_steps
 from fot.engines.vectorized.extraction import add_pooled
@@ -28,7 +28,7 @@ Piece = tuple[list[int], ...]
 """The clients that train at once: a list for each run, all of one length."""
 
 FINITE = "finite"
-"""Among the totals of a round: whether all of them are finite."""
+"""Among the totals of a round: whether those of each run are finite, ``[R]``."""
 CPU_BYTES = 128 << 20
 """Weights of the clients that train at once on a CPU: more brings no speed there."""
 CPU_CONVOLVING_BYTES = 4 << 20
@@ -58,6 +58,9 @@ class VectorizedEngine(SequentialEngine):
     ) -> None:
         super().__init__(network, method, training)
         self.at_once = at_once
+        self.defers = self.device.type == "cuda"
+        """Whether sums may be left provisional: a GPU works while the host goes on."""
+        self._last: torch.cuda.Event | None = None
         self.fallback: str | None = None
         """Why the last round was trained one client after another; None where it was not."""
         self._local = LocalTraining(network, method, training)
@@ -66,24 +69,13 @@ class VectorizedEngine(SequentialEngine):
         self._graphs: dict[object, GraphedRound] = {}
         self._verdicts: dict[object, str | None] = {}
 
-    def train(
-        self,
-        server: Server,
-        task: Task,
-        cohort: Sequence[int],
-        keys: RoundKeys,
-        clients: dict[int, Tree],
-        summation: Summation,
-        *,
-        keep_local: bool = False,
-    ) -> RoundOutcome:
+    def train(self, round: Round) -> RoundOutcome:
         """Train the cohort from the server's model and sum the updates."""
-        round = Round(server, task, cohort, keys, clients, summation, keep_local)
         self.fallback = self._verdict([round])
         if self.fallback is None:
             return self._train([round])[0]
         warnings.warn(f"clients train one after another: {self.fallback}", stacklevel=2)
-        return super().train(server, task, cohort, keys, clients, summation, keep_local=keep_local)
+        return super().train(round)
 
     def train_together(self, rounds: Sequence[Round]) -> list[RoundOutcome] | None:
         """Train the cohorts of several runs at once; None where each run must train by itself.
@@ -101,8 +93,9 @@ class VectorizedEngine(SequentialEngine):
     def _train(self, rounds: Sequence[Round]) -> list[RoundOutcome]:
         excluded: list[list[int]] = [[] for _ in rounds]
         local_params: list[dict[int, Tree]] = [{} for _ in rounds]
+        unknown: list[Tensor] = []
         for piece in self._pieces(rounds):
-            if self._add_totals(rounds, piece):
+            if self._add_totals(rounds, piece, unknown):
                 continue
             changes = self.local_cohort(rounds, piece, totals=False)
             for r, (round, part) in enumerate(zip(rounds, piece, strict=True)):
@@ -121,25 +114,41 @@ class VectorizedEngine(SequentialEngine):
                         client: {**params, **{n: params[n] + t[row] for n, t in own.items() if n != LOSS}}
                         for row, client in enumerate(good)
                     }
+        answers: Sequence[Tensor | None] = [None] * len(rounds)
+        if unknown:
+            answers = torch.stack(unknown).all(0).unbind()
+            self._keep_pace()
         return [
             RoundOutcome(
                 round.summation.close() if len(out) < len(round.cohort) else None,
                 tuple(client for client in round.cohort if client in out),
                 own_params,
+                answers[r],
             )
-            for round, out, own_params in zip(rounds, excluded, local_params, strict=True)
+            for r, (round, out, own_params) in enumerate(zip(rounds, excluded, local_params, strict=True))
         ]
 
-    def _add_totals(self, rounds: Sequence[Round], piece: Piece) -> bool:
+    def _keep_pace(self) -> None:
+        """Wait until the device is done with the round before this one: the host runs one round ahead."""
+        if self.device.type == "cuda":
+            last, self._last = self._last, torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._last.record()
+            if last is not None:
+                last.synchronize()
+
+    def _add_totals(self, rounds: Sequence[Round], piece: Piece, unknown: list[Tensor]) -> bool:
         """Add the sums over a piece's clients, where nobody wants their own arrays; False where it cannot be.
 
-        It cannot, too, where a sum is not finite: then each client is looked at.
+        It cannot, too, where a sum is not finite: then each client is looked at. Where that may come to light
+        later, ``[R]``, whether each run's sums are finite, is appended to ``unknown``.
         """
         adders = [round.summation.add_total for round in rounds]
         if any(round.keep_local for round in rounds) or not all(adders):
             return False
         found = self.local_cohort(rounds, piece, totals=True)
-        if not bool(found[FINITE]):
+        if self.defers and all(round.provisional for round in rounds):
+            unknown.append(found[FINITE].clone())  # the next round overwrites it
+        elif not bool(found[FINITE].all()):
             return False
         changes = {name: total for name, total in found.items() if name != FINITE}
         params, losses = rounds[0].server.params, changes[LOSS]
@@ -235,7 +244,6 @@ class VectorizedEngine(SequentialEngine):
         state = stacked_states(
             [round.clients.get(c, {}) for round, part in zip(rounds, piece, strict=True) for c in part]
         )
-        keys = [(round.keys.order, round.keys.dropout, round.keys.augment) for round in rounds]
         models = {
             name: torch.stack([round.server.params[name] for round in rounds])
             if len(rounds) > 1
@@ -243,9 +251,13 @@ class VectorizedEngine(SequentialEngine):
             for name, tensor in rounds[0].server.params.items()
             if name not in self._alike
         }
+        keys = [(round.keys.order, round.keys.dropout, round.keys.augment) for round in rounds]
+        drawn = torch.tensor([(*part, *own) for part, own in zip(piece, keys, strict=True)])
+        if self.device.type == "cuda":  # from pinned memory: any other copy waits for all that went before
+            drawn = drawn.pin_memory().to(self.device, non_blocking=True)
         inputs = {
-            "clients": torch.tensor(piece, device=self.device),
-            "keys": torch.tensor(keys, device=self.device),
+            "clients": drawn[:, :-3],
+            "keys": drawn[:, -3:],
             **{f"models/{name}": stack for name, stack in models.items()},
             **{f"shared/{name}": rounds[0].server.params[name] for name in self._alike},
             **{f"state/{name}": tensor for name, tensor in state.items()},
@@ -278,7 +290,9 @@ class VectorizedEngine(SequentialEngine):
                     inputs["clients"].numel(), steps, number, _under("state/", inputs), totals=totals,
                 )  # fmt: skip
                 if totals:
-                    changes[FINITE] = torch.stack([t.sum() for t in changes.values()]).isfinite().all()
+                    runs = len(inputs["keys"])
+                    each = [total.reshape(runs, -1).sum(1) for total in changes.values()]
+                    changes[FINITE] = torch.stack(each).isfinite().all(0)
                 return changes
             except NeedsAutograd as weight:
                 self._local.by_autograd.add(weight.name)

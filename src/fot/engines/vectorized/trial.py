@@ -44,11 +44,7 @@ def check_folding(
     try:
         folded = at_once.local_cohort(few, own, totals=False, recorded=False)
         totals = at_once.local_cohort(few, own, totals=True, recorded=False)
-        alone = [
-            (one_by_one.local_training(r.server, r.task, c, r.keys, r.clients.get(c, {})), r)
-            for r in few
-            for c in r.cohort
-        ]
+        alone = [(one_by_one.local_training(r, c), r) for r in few for c in r.cohort]
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         raise CannotBatch(f"the folded cohort fails ({str(error).splitlines()[0]})") from error
     if not engine.method.plain:  # of another loss only a share is told
