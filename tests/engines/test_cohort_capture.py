@@ -23,12 +23,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fot.aggregation import make_aggregation
 from fot.benchmarks import transforms
-from fot.benchmarks.stream import Task
+from fot.benchmarks.stream import Task, TaskStream
 from fot.benchmarks.transforms import CropAndFlip
-from fot.engines.base import Round, RoundKeys, Training
+from fot.engines.base import EngineOptions, Round, RoundKeys, Training
 from fot.engines.sequential import LOSS
 from fot.engines.vectorized import VectorizedEngine, engine, kernels
 from fot.engines.vectorized.graph import GraphedRound
+from fot.federation import flight
+from fot.federation.run import Run
 from fot.methods import FOT, FedAvg
 from fot.methods.base import Batch, Method, Server
 from fot.models import alexnet, mlp, multi_head, resnet18, resnet18_norm
@@ -63,6 +65,8 @@ class StandIn(TorchDispatchMode):
     # The place of torch's own fake mode: where it is taken, torch does not try to start CUDA.
     _mode_key: ClassVar[Any] = torch._C._TorchDispatchModeKey.FAKE
     recording: bool = False
+    between: bool = False
+    """Whether it is no recording but what lies between two: there pinned memory may be copied from."""
     inside: bool = False
     """Whether an operation is at work: torch itself is not to be fooled."""
     launches: list[Launch] = field(default_factory=list)
@@ -79,7 +83,8 @@ class StandIn(TorchDispatchMode):
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if self.recording:
             self.refuse_waiting(func, args, given)
-            self.refuse_copies(func, given, kwargs.get("device"))
+            if not (self.between and kwargs.get("non_blocking")):
+                self.refuse_copies(func, given, kwargs.get("device"))
         self.inside = True
         try:
             result = func(*tree_map(_meta_for_cuda, args), **tree_map(_meta_for_cuda, kwargs))
@@ -330,6 +335,52 @@ def test_a_recording_serves_the_next_task_where_that_is_alike(
             one = Round(server, task, range(3), RoundKeys(number, 2, 3), {}, unused)
             trained.local_cohort([one], ([0, 1, 2],), totals=True)
     assert len(made) == recordings
+
+
+@pytest.mark.parametrize("runs", [1, 2])
+@pytest.mark.parametrize("method", [FedAvg(), FOT(threshold=0.8), FOT(threshold=0.8, mu=0.5)])
+def test_between_rounds_the_host_waits_for_nothing(
+    device: StandIn, monkeypatch: pytest.MonkeyPatch, method: Method, runs: int
+) -> None:
+    """From a round's opening to its flight, which is read when the next one is on its way."""
+    make, shape = MODELS["mlp"]
+    events: list[str] = []
+    event = SimpleNamespace(record=lambda: events.append("record"), synchronize=lambda: events.append("wait"))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(engine, "check_folding", lambda *rest: None)
+    read: list[tuple[Tensor, ...]] = []
+    monkeypatch.setattr(flight, "Reading", lambda *numbers: read.append(numbers))
+    x, y = torch.empty(20, *shape), torch.empty(20, dtype=torch.int64)
+    task = Task(0, "fake", CLASSES, x, y, x[:1], y[:1], torch.arange(20).split(5))
+    made = []
+    for seed in range(runs):
+        options = {
+            "training": Training(rounds=9, cohort=3, batch_size=4),
+            "engine": EngineOptions(device="cpu"),
+        }
+        run = Run(
+            TaskStream("fake", 4, False, shape, 1, lambda i: task), make(), method, seed=seed, **options
+        )
+        params = {name: tensor.to(CUDA) for name, tensor in run.network.tree().items()}
+        bases = {n: torch.empty(1, d, 3, device=CUDA) for n, d in method.dimensions(run.network).items()}
+        run.device = run.network.device = run.engine.device = CUDA
+        run.engine.defers, run._drawn, run.state.server = True, ((-1, -1), []), Server(params, bases)
+        made.append(run)
+    servers = [run.state.server for run in made]
+    for number in range(3):
+        device.recording = device.between = number > 0  # the first round places the data, and is recorded
+        walks = [
+            run._train(task, number, server, range(4), True, True)
+            for run, server in zip(made, servers, strict=True)
+        ]
+        outcomes = made[0].engine.train_together([next(walk) for walk in walks])
+        assert outcomes is not None and all(outcome.finite.is_cuda for outcome in outcomes)
+        for place, (walk, outcome) in enumerate(zip(walks, outcomes, strict=True)):
+            with pytest.raises(StopIteration) as end:
+                walk.send(outcome)
+            servers[place] = end.value.value.server
+    assert events == ["record", "record", "wait", "record", "wait"]
+    assert len(read) == 3 * runs and all(number.is_cuda for numbers in read for number in numbers)
 
 
 class Broken:
