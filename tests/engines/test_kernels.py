@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
+from fot import randomness
 from fot.dropout import keyed_dropout
 from fot.engines.vectorized.kernels import Window
 
 pytest.importorskip("triton")
-from fot.engines.vectorized.kernels import convolve, linear, normal, tails
+from fot.engines.vectorized.kernels import convolve, draws, linear, normal, tails
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 KEYS = (5, 1 << 62, 2**63 - 1)
@@ -161,6 +162,20 @@ def test_tiles_of_a_product_that_rounds(monkeypatch: pytest.MonkeyPatch, inputs:
         (out, 0.9 * w - 0.1 * torch.stack(gradients[1::2])),
     ):
         assert (first(got) - wanted).norm() < near * wanted.norm()
+
+
+@pytest.mark.parametrize(
+    ("keys", "index"),
+    [((), (7,)), ((5, 1), (7,)), ((5,), (5,)), ((4,), (3, 4)), ((1, 1), (600,)), ((2, 1), (2, 3))],
+)
+def test_draws(keys: tuple[int, ...], index: tuple[int, ...]) -> None:
+    """Bit for bit, of tensors that broadcast and lie in strides; sums of keys and numbers overflow too."""
+    count = torch.Size(keys).numel()
+    key = torch.tensor([*KEYS, 0, 1][:count], device=DEVICE).view(keys)
+    number = torch.randint(0, 1 << 40, (*index, 2), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    assert torch.equal(draws.fold(key, number[..., 1]), randomness.fold(key, number[..., 1]))
+    assert torch.equal(draws.bits(key, number[..., 1]), randomness.bits(key, number[..., 1]))
+    assert torch.equal(draws.fold(key, 3), randomness.fold(key, 3))
 
 
 def tail_of_torch(

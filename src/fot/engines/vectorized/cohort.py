@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fot.benchmarks.stream import Task
 from fot.engines.vectorized import kernels
@@ -97,6 +98,7 @@ class _CrossEntropy(torch.autograd.Function):
         from fot.engines.vectorized.kernels import linear
 
         own, d = linear.cross_entropy(logits, y, weight, clients)
+        ctx.set_materialize_grads(False)  # nobody asks for the gradient at each client's own
         ctx.save_for_backward(d)
         ctx.mark_non_differentiable(own)
         return own.sum(), own
@@ -141,36 +143,55 @@ def cohort_steps(
     shortest, longest
         Bounds of the numbers of samples that these clients hold: steps that all fill need no masks.
     """
+    fold, bits = _drawing(clients.device)
     places = (clients + holdings.first).flatten()
     count, begin = holdings.counts[places], holdings.begins[places]
     order, dropout, augment = (fold(keys[:, k : k + 1], clients).flatten() for k in range(3))
     position = torch.arange(longest, device=clients.device)
     present = position < count[:, None]
     own_steps = (count + batch_size - 1) // batch_size
-    # What all steps need is made for all at once: a call costs as much for one step as for all.
-    nth = torch.arange(-(-longest // batch_size), device=clients.device)[:, None]
-    number = (count - nth * batch_size).clamp(1, batch_size).to(dtype).T.repeat_interleave(batch_size, 1)
-    share = present.to(dtype) / number[:, :longest]
+    number = -(-longest // batch_size)
+    nth = torch.arange(number, device=clients.device)[:, None]
+
+    def by_step(table: Tensor) -> list[Tensor]:
+        """What each step takes of a table ``[C, longest]``; a call for all costs as much as one for each."""
+        whole = F.pad(table, (0, number * batch_size - longest)).view(len(places), number, batch_size)
+        *steps, last = whole.transpose(0, 1).contiguous()
+        return [*(step.flatten() for step in steps), last[:, : longest - len(steps) * batch_size].flatten()]
+
+    batches = (count - nth * batch_size).clamp(1, batch_size).to(dtype).T.repeat_interleave(batch_size, 1)
+    shares = by_step(present.to(dtype) / batches[:, :longest])
+    valid = by_step(present) if shortest < longest else []
     for epoch in range(epochs):
         draw = bits(fold(order, epoch)[:, None], position)
-        shuffled = torch.where(present, draw, 1 << 33).argsort(dim=1, stable=True)
-        held = holdings.rows[begin[:, None] + torch.where(present, shuffled, 0)]
+        draw = torch.where(present, draw, 1 << 33) if valid else draw
+        shuffled = draw.argsort(dim=1, stable=True)
+        held = holdings.rows[begin[:, None] + (torch.where(present, shuffled, 0) if valid else shuffled)]
         masks = fold(dropout, own_steps * epoch + nth)
-        for j in range(len(nth)):
-            piece = slice(j * batch_size, min(longest, (j + 1) * batch_size))
-            rows, valid = held[:, piece].flatten(), present[:, piece]
-            inputs, index = holdings.x[rows], holdings.tasks[0].index
+        for j, (rows, y, share) in enumerate(
+            zip(by_step(held), by_step(holdings.y[held]), shares, strict=True)
+        ):
+            inputs, start = holdings.x[rows], j * batch_size
             if any(task.augment for task in holdings.tasks):
-                step = own_steps * epoch + j
-                own = fold(fold(augment, step)[:, None], position[: valid.shape[1]]).flatten()
+                step, size = own_steps * epoch + j, len(rows) // len(places)
+                own = fold(fold(augment, step)[:, None], position[:size]).flatten()
                 inputs = _augmented(holdings.tasks, inputs, own)
-            everyone, full = shortest > piece.start, shortest >= piece.stop
+            full = shortest >= min(longest, start + batch_size)
             yield Step(
-                FoldedBatch(inputs, holdings.y[rows], index, share[:, piece].flatten(), len(places)),
-                None if full else valid.flatten(),
-                None if everyone else valid[:, 0],
+                FoldedBatch(inputs, y, holdings.tasks[0].index, share, len(places)),
+                None if full else valid[j],
+                None if shortest > start else present[:, start],
                 masks[j],
             )
+
+
+def _drawing(device: torch.device) -> tuple[Any, Any]:
+    """``fold`` and ``bits``; on a GPU by kernels, in one launch each."""
+    if not kernels.at_hand(device):
+        return fold, bits
+    from fot.engines.vectorized.kernels import draws
+
+    return draws.fold, draws.bits
 
 
 def _augmented(tasks: Sequence[Task], inputs: Tensor, keys: Tensor) -> Tensor:

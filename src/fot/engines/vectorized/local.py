@@ -135,7 +135,7 @@ class LocalTraining:
             self._step(params, self.method.precondition(network, gradients, state), step)
             losses.append(_own_losses(loss.detach(), step, self.method.plain))
             taken.append(1 if step.active is None else step.active)
-        changes = {LOSS: (sum(losses, torch.zeros_like(losses[0])) / sum(taken)).detach()}
+        changes = {LOSS: (torch.stack(losses).sum(0) / sum(taken)).detach()}
         for name in sent:
             own, base = network.local.get(name), models.get(name)
             if base is None:  # a buffer that nobody moves
@@ -174,7 +174,8 @@ class LocalTraining:
 def _own_losses(total: Tensor, step: Step, plain: bool) -> Tensor:
     """Each client's loss: its own means, and an even share of what else the method's loss holds."""
     batch: FoldedBatch = step.batch
-    own = sum(batch.means, total.new_zeros(batch.clients))
+    first, *others = batch.means or [total.new_zeros(batch.clients)]
+    own = sum(others, first)
     if plain:
         return own
     rest = (total - own.sum()).nan_to_num(0, 0, 0) / batch.clients

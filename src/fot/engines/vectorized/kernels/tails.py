@@ -16,13 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fot.randomness import _DRAW, _GOLDEN, _KEY, _MIX_1, _MIX_2, _step
+from fot.engines.vectorized.kernels.draws import DRAW, GOLDEN, KEY, mixed
+from fot.randomness import _step
 
 BLOCK = 1024
 NOWHERE = tl.constexpr(255)
 """Where the largest of a window is that the ReLU or the dropout stopped."""
-GOLDEN, MIX_1, MIX_2 = tl.constexpr(_GOLDEN), tl.constexpr(_MIX_1), tl.constexpr(_MIX_2)
-DRAW, KEY = tl.constexpr(_DRAW), tl.constexpr(_KEY)
 
 
 def forward(
@@ -79,13 +78,6 @@ def backward(
     return dz
 
 
-@triton.jit
-def _mixed(z):
-    """SplitMix64's finaliser but for its last xor, which leaves the top bits as they are."""
-    z = (z ^ (z >> 30)) * MIX_1
-    return (z ^ (z >> 27)) * MIX_2
-
-
 @triton.jit(do_not_specialize=["call"])
 def _forward(
     z, y, places, gain, bias, other, keys, call, units, images,
@@ -109,7 +101,7 @@ def _forward(
     if GAIN:
         factor = tl.load(gain + client * O + o, mask=there, other=0.0)
     if DROP:  # the call's own key: see fot.randomness
-        key = _mixed((tl.load(keys + client) + call).to(tl.uint64))
+        key = mixed((tl.load(keys + client) + call).to(tl.uint64))
         start = ((key ^ (key >> 31)) & KEY) ^ DRAW
     kind = tl.float64 if z.dtype.element_ty == tl.float64 else tl.float32
     best = tl.zeros((BLOCK,), dtype=kind)
@@ -128,7 +120,7 @@ def _forward(
             v = tl.where(v <= 0, 0.0, v)  # NaN stays
         if DROP:
             position = ((image * O + o) * OH + oh) * OW + ow  # as the samples lie elsewhere: channels first
-            drawn = _mixed(start + (position + 1).to(tl.uint64) * GOLDEN) >> 40
+            drawn = mixed(start + (position + 1).to(tl.uint64) * GOLDEN) >> 40
             v = tl.where(drawn.to(tl.int32) >= LEAST, v * SCALE, v * 0.0)  # of NaN and infinity comes NaN
         if window == 0:
             best = v
