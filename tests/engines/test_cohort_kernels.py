@@ -114,7 +114,19 @@ def test_wide_layers_are_factored_by_kernels(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(steps._Factored, "__init__", note)
     model = lambda: mlp(inputs=60, hidden=(90, 80), classes=CLASSES, dropout=(0.2, 0.5))  # noqa: E731
     agree(model, FedAvg(), [a_task((60,), (4, 5, 2))], 2)
-    assert {(1, 90, 60), (1, 80, 90)} <= set(made) and (1, CLASSES, 80) not in made
+    assert made[-4:] == [(1, 90, 60), (1, 80, 90)] * 2  # and not the last layer, in neither round
+
+
+@pytest.mark.parametrize(("inputs", "factored"), [(8, False), (9, True)])
+def test_a_first_layer_needs_its_factors_once(
+    monkeypatch: pytest.MonkeyPatch, untried: None, inputs: int, factored: bool
+) -> None:
+    """Nobody asks for the gradient at the data themselves: 8 rows of 8 + 4 numbers against thrice 8 x 4."""
+    made: list[Any] = []
+    factored_form = steps._Factored
+    monkeypatch.setattr(steps, "_Factored", lambda *rest: made.append(rest) or factored_form(*rest))
+    agree(lambda: nn.Linear(inputs, CLASSES), FedAvg(), [a_task((inputs,), (8, 3))], 1)
+    assert bool(made) == factored
 
 
 def test_runs_side_by_side_by_kernels() -> None:

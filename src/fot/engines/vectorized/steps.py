@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fot.engines.vectorized import kernels
 from fot.engines.vectorized.pace import NeedsAutograd, Pace, spread, total_change
 from fot.engines.vectorized.products import Convolution, Linear, lowered
 from fot.engines.vectorized.tail import Tail
@@ -89,9 +90,15 @@ class LocalWeight:
             return form(self.sent, self.clients)
         outputs, inputs = self.sent.shape[1:]
         rows = x.numel() // inputs // self.clients * self.pace.steps
-        if 2 * rows * (inputs + outputs) < inputs * outputs:
-            return _Factored(self.sent, self.clients, rows)
-        return _Dense(self.sent, self.clients)
+        dense, factored = inputs * outputs, rows * (inputs + outputs)
+        if kernels.at_hand(x.device):
+            # A GPU waits for memory. Dense weights are read twice a step and written once. Of the factors
+            # half is there on average, and is read once, or twice for the samples' gradient too: where that
+            # is half as much, more calls pay.
+            fewer = factored * (1 + x.requires_grad) < 3 * dense
+        else:
+            fewer = 2 * factored < dense
+        return _Factored(self.sent, self.clients, rows) if fewer else _Dense(self.sent, self.clients)
 
 
 class _Stepped(torch.autograd.Function):

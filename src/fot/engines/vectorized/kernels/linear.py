@@ -7,11 +7,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fot.engines.vectorized.kernels.convolve import precision
+from fot.engines.vectorized.kernels.convolve import Tiles, precision
 
 
 def backward(
-    d: Tensor, x: Tensor, w: Tensor, keep: float, lr: float, out: Tensor, samples: bool
+    d: Tensor,
+    x: Tensor,
+    w: Tensor,
+    keep: float,
+    lr: float,
+    out: Tensor,
+    samples: bool,
+    tiles: Tiles | None = None,
 ) -> Tensor | None:
     """Write keep·W - lr·dᵀx to ``out``, which may be ``w``; and return d W where it is wanted.
 
@@ -20,11 +27,11 @@ def backward(
     clients, rows, outputs = d.shape
     inputs = x.shape[2]
     below = torch.empty_like(x) if samples else None
-    high, wide = max(16, triton.next_power_of_2(rows)), 64
-    depth = 16 if outputs <= 16 or precision(d) == "ieee" else 32
-    _backward[triton.cdiv(inputs, wide), clients](
+    # As deep that the registers suffice, and so narrow that the layers of a hundred clients fill a GPU once.
+    t = tiles or Tiles(max(16, triton.next_power_of_2(rows)), 64, 16, 2, 3)
+    _backward[triton.cdiv(inputs, t.columns), clients](
         d, x, w, out, below, w.stride(0), rows, outputs, inputs, keep, lr, samples, precision(d),
-        high, wide, depth, num_warps=2, num_stages=3,
+        *t[:3], num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
     return below
 
@@ -49,15 +56,12 @@ def _backward(
         at = o[:, None] * I + i[None, :]
         there = (o < O)[:, None] & (i < I)[None, :]
         old = tl.load(w + at, mask=there, other=0.0)
-        across = tl.load(
-            d + m[None, :] * O + o[:, None], mask=(m < rows)[None, :] & (o < O)[:, None], other=0.0
+        along = tl.load(
+            d + m[:, None] * O + o[None, :], mask=(m < rows)[:, None] & (o < O)[None, :], other=0.0
         )
         if SAMPLES:
-            along = tl.load(
-                d + m[:, None] * O + o[None, :], mask=(m < rows)[:, None] & (o < O)[None, :], other=0.0
-            )
             acc = tl.dot(along, old.to(along.dtype), acc, input_precision=PRECISION, out_dtype=kind)
-        change = tl.dot(across, own, input_precision=PRECISION, out_dtype=kind)
+        change = tl.dot(tl.trans(along), own, input_precision=PRECISION, out_dtype=kind)
         tl.store(out + at, KEEP * old - LR * change, mask=there)
     if SAMPLES:
         at = client * rows * I + m[:, None] * I + i[None, :]
