@@ -11,6 +11,8 @@ from fot.randomness import _DRAW, _GOLDEN, _KEY, _MIX_1, _MIX_2
 
 GOLDEN, MIX_1, MIX_2 = tl.constexpr(_GOLDEN), tl.constexpr(_MIX_1), tl.constexpr(_MIX_2)
 DRAW, KEY = tl.constexpr(_DRAW), tl.constexpr(_KEY)
+STRIDES = ("key_row", "key_column", "index_row", "index_column")
+"""Of so small a kernel one form is enough."""
 
 
 def fold(parent: Tensor, index: Tensor | int) -> Tensor:
@@ -42,7 +44,7 @@ def mixed(z):
     return (z ^ (z >> 27)) * MIX_2
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["units", "columns", *STRIDES])
 def _draw(
     keys, indices, out, units, columns, key_row, key_column, index_row, index_column, DRAWS: tl.constexpr,
     BLOCK: tl.constexpr,
