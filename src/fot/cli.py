@@ -235,15 +235,24 @@ def bench_engine(
     device: str = "cpu",
     precision: str = "tf32",
     rounds: Annotated[int, typer.Option(min=1)] = 5,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Show instead what the vectorised engine's rounds are made of.")
+    ] = False,
 ) -> None:
     """Rounds per second of the engines and of a plain loop over clients, on the same work."""
     import torch
 
     from fot.engines import bench as engines
 
-    rows = engines.bench_engine(work, device=device, precision=precision, rounds=rounds)
+    options: dict[str, Any] = {"device": device, "precision": precision, "rounds": rounds}
     where = f"{device}, {torch.get_num_threads()} threads" if device == "cpu" else device
-    console.print(engines.bench_table(rows, f"{work} on {where}, {precision}"))
+    title = f"{work} on {where}, {precision}"
+    if profile:
+        from fot.engines.profile import profile_round, profile_table
+
+        console.print(profile_table(profile_round(work, **options), title))
+    else:
+        console.print(engines.bench_table(engines.bench_engine(work, **options), title))
 
 
 @bench.command("secagg")

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -66,13 +67,20 @@ WORKS = {
 }
 
 
+def work_named(name: str) -> Work:
+    """One of ``WORKS``."""
+    if name not in WORKS:
+        raise UserError(f"no such work '{name}': choose {', '.join(WORKS)}")
+    return WORKS[name]
+
+
 @dataclass(frozen=True)
 class Row:
     """What one way of training took."""
 
     name: str
     seconds: float
-    """Median seconds a round."""
+    """Seconds a round: on a CPU the median, on a GPU the mean."""
     memory: int
     """Peak bytes above what was there before."""
     floor: float
@@ -102,29 +110,33 @@ def bench_engine(
     cohort
         Clients in a round; the benchmark's own by default.
     """
-    if work not in WORKS:
-        raise UserError(f"no such work '{work}': choose {', '.join(WORKS)}")
-    chosen = WORKS[work] if cohort is None else replace(WORKS[work], cohort=cohort)
+    chosen = work_named(work)
+    chosen = chosen if cohort is None else replace(chosen, cohort=cohort)
     network, task, training = _set_up(chosen, device, precision)
     with network.products():
         least = _floor(network, task, training)
     differences = _differences(chosen, device)
     rows = []
     for name, train in _ways(network, training).items():
-        server = Server(network.tree(), {})
-        cohort_ids = list(range(chosen.cohort))
-        seconds = []
         with _peak_memory(network.device) as memory:
-            for r in range(rounds + 1):
-                start = time.perf_counter()
-                train(server, task, cohort_ids, _keys(r))
-                _wait(network.device)
-                seconds.append(time.perf_counter() - start)
-                if r and sum(seconds[1:]) > ENOUGH:
-                    break
-        took = median(seconds[1:])  # the first round warms up
+            took = _seconds(train, network, task, rounds)
         rows.append(Row(name, took, memory[0], 100 * least / took, differences[name]))
     return rows
+
+
+def _seconds(train: Train, network: Network, task: Task, rounds: int) -> float:
+    """Seconds a round in steady state, each going on from the one before."""
+    server, cohort = Server(network.tree(), {}), list(range(len(task.clients)))
+    server = train(server, task, cohort, _keys(0))  # warms up
+    _wait(network.device)
+    times = [time.perf_counter()]
+    while len(times) <= rounds and times[-1] - times[0] < ENOUGH:
+        server = train(server, task, cohort, _keys(len(times)))
+        times.append(time.perf_counter())
+    _wait(network.device)
+    if network.device.type == "cpu":  # which other work shares
+        return median(after - before for before, after in pairwise(times))
+    return (time.perf_counter() - times[0]) / (len(times) - 1)  # a GPU is still at it when the host is not
 
 
 def bench_table(rows: Sequence[Row], title: str) -> Table:
@@ -140,18 +152,21 @@ def bench_table(rows: Sequence[Row], title: str) -> Table:
     return table
 
 
-Train = Callable[[Server, Task, list[int], RoundKeys], Tree]
+Train = Callable[[Server, Task, list[int], RoundKeys], Server]
 
 
 def _ways(network: Network, training: Training, *, exact: bool = False) -> dict[str, Train]:
-    """The three ways to train a cohort; each gives the cohort's mean update."""
+    """The three ways to train a cohort; each gives the server after the round."""
 
     def by(engine: SequentialEngine) -> Train:
-        def train(server: Server, task: Task, cohort: list[int], keys: RoundKeys) -> Tree:
+        def train(server: Server, task: Task, cohort: list[int], keys: RoundKeys) -> Server:
             summation = make_aggregation("plain", seed=0).open(cohort, kind="update", path=(0, 0))
-            sums = engine.train(Round(server, task, cohort, keys, {}, summation)).sums
+            # As in a run, a GPU is given a round while it is at the one before.
+            sums = engine.train(Round(server, task, cohort, keys, {}, summation, provisional=True)).sums
             assert sums is not None
-            return {name: t / len(cohort) for name, t in sums.arrays.items() if name != LOSS}
+            names = [name for name in sums.arrays if name != LOSS]
+            means = torch._foreach_div([sums.arrays[name] for name in names], len(cohort))
+            return engine.method.aggregate(network, server, dict(zip(names, means, strict=True)))
 
         return train
 
@@ -169,9 +184,10 @@ class _Loop:
         self.network, self.training, self.exact = network, training, exact
         self.data: tuple[Task, Tensor, Tensor] | None = None
 
-    def __call__(self, server: Server, task: Task, cohort: list[int], keys: RoundKeys) -> Tree:
+    def __call__(self, server: Server, task: Task, cohort: list[int], keys: RoundKeys) -> Server:
         with self.network.products():
-            return self._train(server, task, cohort, keys)
+            update = self._train(server, task, cohort, keys)
+        return Server({**server.params, **{n: server.params[n] + t for n, t in update.items()}}, {})
 
     def _train(self, server: Server, task: Task, cohort: list[int], keys: RoundKeys) -> Tree:
         network, device = self.network, self.network.device
@@ -218,17 +234,17 @@ def _set_up(work: Work, device: str, precision: str) -> tuple[Network, Task, Tra
 
 
 def _differences(work: Work, device: str) -> dict[str, float]:
-    """Two clients of the work, each way in float64: how far each mean update is from the reference."""
+    """Two clients of the work, each way in float64: how far each new model is from the reference's."""
     few = replace(work, cohort=2, samples=min(work.samples, 2 * work.batch + 1))
     network, task, training = _set_up(few, device, "float64")
     server = Server(network.tree(), {})
     found = {
-        name: train(server, task, [0, 1], _keys(0))
+        name: train(server, task, [0, 1], _keys(0)).params
         for name, train in _ways(network, training, exact=True).items()
     }
     return {
-        name: max(float((update[n] - t).abs().max()) for n, t in found["sequential"].items())
-        for name, update in found.items()
+        name: max(float((params[n] - t).abs().max()) for n, t in found["sequential"].items())
+        for name, params in found.items()
     }
 
 
