@@ -32,7 +32,7 @@ def profile_round(
     rounds: int = 5,
     cohort: int | None = None,
 ) -> list[Cost]:
-    """What a round of the vectorised engine is made of, the dearest first; takes what ``bench_engine`` does."""
+    """What a round of the vectorised engine is made of, dearest first; arguments as of ``bench_engine``."""
     chosen = work_named(work)
     chosen = chosen if cohort is None else replace(chosen, cohort=cohort)
     network, task, training = _set_up(chosen, device, precision)

@@ -66,6 +66,8 @@ class Parts:
         self.device = options.resolved_device()
         if self.device.type == "cuda":  # on the server; what clients compute says Network.products
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+            if self.device.index is not None:  # streams, events, graphs and kernels go to the current GPU
+                torch.cuda.set_device(self.device)
         if options.threads:
             torch.set_num_threads(options.threads)
         self.network = Network(
