@@ -24,7 +24,7 @@ ROUNDS = 6
 
 def a_run(
     method: Method, *, spoilt: tuple[int, ...] = (), seed: int = 0, defers: bool = True, log: Any = None,
-    kind: str = "plain", **training: int,
+    kind: str = "plain", device: str = "cpu", **training: int,
 ) -> Run:  # fmt: skip
     """Two tasks on five clients, of whom some hold what is not a number."""
 
@@ -41,7 +41,7 @@ def a_run(
     run = Run(
         TaskStream("noise", 5, False, (4,), 2, make), model, method, seed=seed,
         training=Training(**{"rounds": ROUNDS, "cohort": 2, "batch_size": 8, "lr": 0.1, **training}),
-        aggregation=make_aggregation(kind, seed=seed), engine=EngineOptions(device="cpu"),
+        aggregation=make_aggregation(kind, seed=seed), engine=EngineOptions(device=device),
         evaluation=Evaluation(every=2),
     )  # fmt: skip
     assert isinstance(run.engine, VectorizedEngine)
@@ -105,6 +105,17 @@ def test_a_run_comes_to_the_same(method: Method, spoilt: tuple[int, ...], least:
     assert any(f["excluded"] for f in told) == bool(spoilt)
     assert all(set(f["excluded"]) <= set(spoilt) for f in told)
     assert any(f["void"] for f in told) == (len(spoilt) > 1 or (bool(spoilt) and least == 2))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("spoilt", [(), (1,)])
+def test_a_run_comes_to_the_same_on_a_gpu(spoilt: tuple[int, ...]) -> None:
+    left = []
+    for defers in (True, False):
+        run = a_run(FOT(threshold=0.5), spoilt=spoilt, defers=defers, device="cuda")
+        left.append(what_is_left(run, run()))
+    assert left[0] == left[1]
 
 
 def test_after_a_round_that_fails_each_is_looked_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
