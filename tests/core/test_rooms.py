@@ -66,6 +66,12 @@ def test_the_table_names_every_room_and_allows_only_what_stands_above() -> None:
         assert may <= set(order[: order.index(room)]), room
 
 
+def test_every_room_is_a_package() -> None:
+    """A folder that is none goes on pytest's path itself, and its files hide Python's own of their names."""
+    folders = {path.parent for path in PACKAGE.rglob("*.py")}
+    assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
+
+
 @pytest.mark.parametrize(
     "line",
     [
