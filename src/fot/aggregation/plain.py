@@ -17,8 +17,8 @@ def sum_rows(array: Tensor) -> Tensor:
     """
     if array.is_cuda or array.numel() < 1 << 18:
         return array.sum(0, dtype=torch.float64)
-    total = torch.zeros(array.shape[1:], dtype=torch.float64)
-    for row in array:
+    total = array[0].to(torch.float64, copy=True)
+    for row in array[1:]:
         total.add_(row)
     return total
 
@@ -71,18 +71,18 @@ class PlainSummation:
         for name, array in arrays.items():
             if order != list(range(len(order))):
                 array = array[order]
-            self._add(name, sum_rows(array))
+            total = sum_rows(array)
+            self.totals[name] = self.totals[name].add_(total) if name in self.totals else total
 
     def add_total(
         self, clients: Sequence[int], totals: dict[str, Tensor], dtypes: Mapping[str, torch.dtype]
     ) -> None:
         """Add what is summed over the clients already, as if each had sent arrays of these types."""
         self.ledger.note(clients, {name: tuple(t.shape) for name, t in totals.items()}, dict(dtypes))
-        for name, total in copied(totals, dict.fromkeys(totals, torch.float64)).items():
-            self._add(name, total)
-
-    def _add(self, name: str, total: Tensor) -> None:
-        self.totals[name] = self.totals[name].add_(total) if name in self.totals else total
+        if self.totals:
+            torch._foreach_add_([self.totals[name] for name in totals], list(totals.values()))
+        else:
+            self.totals = copied(totals, dict.fromkeys(totals, torch.float64))
 
     def close(self) -> Sums:
         """The totals in the arrays' own dtype; a client sent its arrays and received nothing."""

@@ -44,5 +44,5 @@ def total_change(stack: Tensor, sent: Tensor) -> Tensor:
 
         return tails.total_change(stack.contiguous(), sent.contiguous())
     clients = len(stack) // len(sent)
-    held = torch.stack([sum_rows(own) for own in torch.split(stack, clients)])
-    return held.sub_(sent, alpha=clients)
+    held = [sum_rows(own) for own in torch.split(stack, clients)]
+    return (torch.stack(held) if len(held) > 1 else held[0].unsqueeze(0)).sub_(sent, alpha=clients)

@@ -163,7 +163,7 @@ class Convolution:
         at_samples = _joined([found[0] for found in both]) if samples else None
         if at_samples is not None and padded is not x:
             at_samples = at_samples[self._inside(x)]
-        return at_samples, torch.stack([found[1] for found in both]) if weights else None
+        return at_samples, _joined([found[1].unsqueeze(0) for found in both]) if weights else None
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
