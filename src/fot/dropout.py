@@ -2,7 +2,8 @@
 
 Inside :func:`keyed_dropout` each call of ``torch.nn.functional.dropout`` (which ``nn.Dropout``
 makes) takes its mask from a hash of (key, number of the call, position in the client's batch).
-A cohort folded into one batch, C clients of B samples each, gives one key a client.
+A cohort folded into one batch, C clients of B samples each, gives one key a client. Dropout within
+attention and between recurrent layers is drawn alike.
 
 >>> x = torch.ones(2, 3)
 >>> with keyed_dropout(7):
@@ -15,7 +16,9 @@ True
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -23,6 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from fot.composed import COMPOSED, NotComposed
 from fot.randomness import fold, uniform
 
 _WHOLE_CHANNELS = {functional.dropout1d, functional.dropout2d, functional.dropout3d}
@@ -41,6 +45,9 @@ class keyed_dropout(TorchFunctionMode):
     ) -> Any:
         if func is functional.dropout or func in _WHOLE_CHANNELS:
             return self._dropout(func, *args, **(kwargs or {}))
+        if func in COMPOSED and _drops(COMPOSED[func], args, kwargs or {}):
+            with suppress(NotComposed), self:
+                return COMPOSED[func](*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
     def _dropout(
@@ -65,3 +72,9 @@ class keyed_dropout(TorchFunctionMode):
         kept = uniform(fold(self.keys, self.calls), counter) >= p
         self.calls += 1
         return kept.reshape(shape)
+
+
+def _drops(composed: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+    """Whether a call of a composed function drops anything."""
+    given = inspect.signature(composed).bind(*args, **kwargs).arguments
+    return bool(given.get("dropout_p")) and bool(given.get("training", True))

@@ -13,6 +13,8 @@ True
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import overload
 from zlib import crc32
 
@@ -75,6 +77,18 @@ def generator(of: int, device: torch.device | str = "cpu") -> torch.Generator:
         state[_TWISTER] = bits(of, torch.arange(624)).view(torch.uint8)
         made.set_state(state)
     return made
+
+
+@contextmanager
+def seeded(of: int, device: torch.device) -> Iterator[None]:
+    """Where torch's own generators draw from a key: what a module draws by itself is repeatable too."""
+    gpus = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=gpus):
+        torch.default_generator.manual_seed(of)
+        for gpu in gpus:
+            with torch.cuda.device(gpu):
+                torch.cuda.manual_seed(of)
+        yield
 
 
 def _step(index: int | Tensor) -> int | Tensor:

@@ -236,6 +236,25 @@ def test_methods_with_state_see_stacks() -> None:
         torch.testing.assert_close(servers[1][name], servers[0][name], rtol=1e-10, atol=1e-10)
 
 
+class Reader(nn.Module):
+    """A sequence read by attention, then by recurrent layers; dropout in both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.3, batch_first=True)
+        self.read = nn.LSTM(6, 5, num_layers=2, dropout=0.5, batch_first=True)
+        self.head = nn.Linear(5, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.read(self.attend(x))[0][:, -1])
+        return y
+
+
+@pytest.mark.parametrize("method", [FedAvg(), FOT(threshold=0.8)], ids=["fedavg", "fot"])
+def test_sequences(method: Method) -> None:
+    assert_engines_agree(Reader, method, [a_task((5, 6), (6, 7, 3, 9), t) for t in range(2)], 3)
+
+
 class Mixing(nn.Module):
     """Subtracts the mean over the batch: no parameter is met, so only the check can see it."""
 
@@ -252,8 +271,20 @@ class Unknown(Mixing):
         return torch.einsum("ni,oi->no", x, self.fc.weight)
 
 
+class Noisy(Mixing):
+    """Draws by itself: no engine can know for whom."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x + torch.rand_like(x))
+
+
 @pytest.mark.parametrize(
-    ("model", "reason"), [(Mixing, "differ from clients trained alone"), (Unknown, "einsum")]
+    ("model", "reason"),
+    [
+        (Mixing, "differ from clients trained alone"),
+        (Noisy, "differ from clients trained alone"),
+        (Unknown, "einsum"),
+    ],
 )
 def test_what_cannot_be_folded_is_trained_sequentially(model: type[nn.Module], reason: str) -> None:
     task = a_task((6,), (6, 7, 3))
@@ -365,21 +396,6 @@ class Attention(nn.Module):
 
 def test_a_users_own_network() -> None:
     assert_engines_agree(Attention, FedAvg(), [a_task((12,), (6, 7, 3))], 3)
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.out = nn.GRU(3, 5, batch_first=True), nn.Linear(5, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.cell(x.view(-1, 4, 3))[0][:, -1])
-
-
-def test_a_recurrent_network_is_trained_sequentially() -> None:
-    with pytest.warns(UserWarning, match="gru mixes parameters and samples"):
-        _, _, engine = rounds(VectorizedEngine, Recurrent, FedAvg(), [a_task((12,), (6, 7, 3))], 1)
-    assert engine.fallback is not None
 
 
 @pytest.mark.gpu

@@ -81,6 +81,19 @@ class Shifted(nn.Module):
         return y @ (self.matrix / self.matrix.norm()) + self.matrix.t().sum(1)
 
 
+class Sequences(nn.Module):
+    """A layer of sequences, of which the first result counts."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        attends = isinstance(self.layer, nn.MultiheadAttention)
+        y: Tensor = (self.layer(x, x, x) if attends else self.layer(x))[0]
+        return y
+
+
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "linear": (lambda: nn.Linear(5, 2), (5,)),
     "linear on sequences": (lambda: nn.Linear(5, 2), (6, 5)),
@@ -90,6 +103,14 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "conv2d groups": (lambda: nn.Conv2d(4, 6, 3, groups=2), (4, 5, 5)),
     "conv2d same": (lambda: nn.Conv2d(2, 3, 4, padding="same"), (2, 6, 6)),
     "conv3d": (lambda: nn.Conv3d(2, 3, 2, dilation=2), (2, 4, 4, 5)),
+    "transposed conv1d": (lambda: nn.ConvTranspose1d(2, 4, 3, stride=2, output_padding=1), (2, 5)),
+    "transposed conv2d": (lambda: nn.ConvTranspose2d(4, 2, 3, groups=2, bias=False), (4, 5, 4)),
+    "transposed conv3d": (lambda: nn.ConvTranspose3d(2, 3, 2, dilation=2), (2, 3, 2, 2)),
+    "attention": (lambda: Sequences(nn.MultiheadAttention(6, 2, batch_first=True)), (5, 6)),
+    "transformer": (lambda: nn.TransformerEncoderLayer(6, 2, 7, 0.0, batch_first=True), (5, 6)),
+    "lstm": (lambda: Sequences(nn.LSTM(5, 3, batch_first=True)), (6, 5)),
+    "gru": (lambda: Sequences(nn.GRU(5, 3, 2, bidirectional=True, batch_first=True)), (6, 5)),
+    "rnn": (lambda: Sequences(nn.RNN(5, 3, bias=False, batch_first=True)), (6, 5)),
     "layer norm": (lambda: nn.LayerNorm([3, 5]), (3, 5)),
     "rms norm": (lambda: nn.RMSNorm(5), (3, 5)),
     "group norm": (lambda: nn.GroupNorm(2, 4), (4, 3, 3)),
@@ -151,6 +172,13 @@ def test_what_has_no_rule_is_refused(function: Callable[[nn.Module, Tensor], Ten
         functional_call(
             Function(function), {"weight": Stacked.of(torch.ones(C, 4, 4))}, (torch.ones(C * B, 4),)
         )
+
+
+def test_a_composed_layer_in_a_form_that_is_left_to_torch() -> None:
+    layer = nn.LSTM(5, 4, proj_size=2, batch_first=True)
+    stacks = {n: Stacked.of(p.detach().expand(C, *p.shape)) for n, p in layer.named_parameters()}
+    with pytest.raises(CannotBatch, match="projections has no rule"), Fold(C):
+        functional_call(layer, stacks, (torch.ones(C * B, 6, 5),))
 
 
 def test_outside_of_a_fold_a_stack_is_refused() -> None:

@@ -102,6 +102,26 @@ def test_samples_are_augmented_by_their_own_keys():
         torch.testing.assert_close(outcome.sums.arrays[name], expected, rtol=0, atol=1e-12)
 
 
+def test_what_a_module_draws_by_itself_is_repeatable():
+    """Noise that torch draws comes from the client's key; whoever else draws is not disturbed."""
+
+    class Noisy(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + torch.randn(3) + torch.rand(len(x), 3)
+
+    sums = []
+    for seed in (1, 2):
+        torch.manual_seed(0)
+        net = Network(Noisy(4, 3), dtype=torch.float64)
+        torch.manual_seed(seed)
+        before = torch.random.get_rng_state()
+        outcome, _ = train(SequentialEngine(net, FedAvg(), Training(lr=0.1)), task(), [0, 1])
+        assert torch.equal(torch.random.get_rng_state(), before)
+        alone, _ = train(SequentialEngine(net, FedAvg(), Training(lr=0.1)), task(), [1])
+        sums.append((outcome.sums.arrays["weight"], alone.sums.arrays["weight"]))
+    assert torch.equal(sums[0][0], sums[1][0]) and torch.equal(sums[0][1], sums[1][1])
+
+
 def test_each_task_trains_on_its_own_data():
     e = engine(batch_size=8)
     one, _ = train(e, task(0), [0])

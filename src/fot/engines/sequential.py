@@ -17,7 +17,7 @@ from fot.engines.base import Round, RoundOutcome, Training
 from fot.errors import NotFinite
 from fot.methods.base import Batch, ClientData, Method, Server
 from fot.network import Network, Tree
-from fot.randomness import fold, permutation
+from fot.randomness import fold, permutation, seeded
 
 LOSS = "metric/loss"
 
@@ -39,7 +39,7 @@ class SequentialEngine:
         local_params: dict[int, Tree] = {}
         before, summation = round.server.params, round.summation
         for client in round.cohort:
-            with self.network.products():
+            with self.network.products(), seeded(fold(round.keys.dropout, client), self.device):
                 params, loss = self.local_training(round, client)
             sent = [*self.network.trained(round.task.index), *self.network.carried()]
             update = {name: params[name] - before[name] for name in sent} | {LOSS: loss}

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from fot.composed import COMPOSED, NotComposed
 from fot.engines.vectorized import kernels, norms
 from fot.engines.vectorized.pending import Pending, asks_for_shape, joined, pooled, settled
 from fot.engines.vectorized.products import Convolution, Linear, lowered, product
@@ -70,6 +71,12 @@ class Fold(TorchFunctionMode):
         # Batch-norm mixes samples even where it has no parameters.
         if Stacked not in types and func is not F.batch_norm:
             return func(*args, **kwargs)
+        if func in COMPOSED:
+            try:
+                with self:
+                    return COMPOSED[func](*args, **kwargs)
+            except NotComposed as case:
+                raise CannotBatch(f"{case} has no rule") from None
         with torch._C.DisableTorchFunction():  # within a rule there are only plain tensors
             return self.rule(func, args, kwargs)
 
@@ -207,6 +214,18 @@ class Fold(TorchFunctionMode):
             raise CannotBatch("matmul has a rule only for samples times a matrix of parameters")
         return product(Linear(), x, raw(weight).transpose(1, 2))
 
+    @staticmethod
+    def by_vmap(func: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """The rule of a function of samples, weights, perhaps biases, and settings, that vmap knows."""
+
+        def rule(self: Fold, x: Tensor, weight: Tensor, bias: Tensor | None = None, *settings: Any) -> Tensor:
+            own = [0 if isinstance(t, Stacked) else None for t in (weight, bias)]
+            single = torch.vmap(lambda x, w, b: func(x, w, b, *settings), in_dims=(0, *own))
+            y: Tensor = single(self.split(x), raw(weight), raw(bias))
+            return y.flatten(0, 1)
+
+        return rule
+
     def prelu(self, x: Tensor, weight: Tensor) -> Tensor:
         """max(0, x) + a·min(0, x), one a for all channels or one for each."""
         slope = per_channel(weight, max(x.dim() - 2, 0)) if raw(weight).shape[1] > 1 else weight
@@ -243,6 +262,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     F.conv1d: Fold.convolution,
     F.conv2d: Fold.convolution,
     F.conv3d: Fold.convolution,
+    **{func: Fold.by_vmap(func) for func in (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)},
     F.batch_norm: norms.batch_norm,
     F.layer_norm: norms.layer_norm,
     F.rms_norm: norms.rms_norm,
