@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from cuda_stand_in import CUDA, Refused, StandIn, stand_in
+from test_cohort_engine import Reader
 from torch import Tensor, nn
 
 from fot.aggregation import make_aggregation
@@ -80,6 +81,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "alexnet": (lambda: alexnet(channels=(4, 5, 6), hidden=(60, 70)), (3, 32, 32)),
     "resnet18": (lambda: resnet18(filters=2, size=16), (3, 16, 16)),
     "resnet18_norm": (lambda: resnet18_norm(filters=4, size=32), (3, 32, 32)),
+    "sequences": (lambda: multi_head(nn.Sequential(Reader(), nn.ReLU()), (5, 6)), (5, 6)),
     "running statistics": (
         lambda: multi_head(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten()), (3, 5, 5)),
         (3, 5, 5),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_cohort_engine import CLASSES, MODELS, a_task, keys, one_round
+from test_cohort_engine import CLASSES, MODELS, Reader, a_task, keys, one_round
 from torch import Tensor, nn
 
 from fot.aggregation import make_aggregation
@@ -47,6 +47,10 @@ def test_steps_of_any_length(sizes: Sequence[int], batch_size: int, at_once: int
     agree(model, FedAvg(), [a_task(shape, sizes)], 2, training=replace(training, epochs=2), at_once=at_once)
     if sizes == (5, 3):
         agree(small_alexnet, FedAvg(), [a_task(SMALL_MAPS, sizes)], 1, training=training, at_once=at_once)
+
+
+def test_sequences_by_kernels() -> None:
+    agree(Reader, FedAvg(), [a_task((3, 6), (4, 2))], 1)
 
 
 def test_a_client_alone() -> None:
