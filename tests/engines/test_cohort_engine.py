@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fot.aggregation import make_aggregation
 from fot.benchmarks.stream import Task
-from fot.engines.base import Round, RoundKeys, RoundOutcome, Training
+from fot.engines.base import Extraction, Round, RoundKeys, RoundOutcome, Training
 from fot.engines.sequential import LOSS, SequentialEngine
 from fot.engines.vectorized import VectorizedEngine, steps
 from fot.federation.experiment import resolve
@@ -79,7 +79,7 @@ def rounds(
             summation = make_aggregation("plain", seed=0).open(
                 everyone, kind="statistics", path=(task.index,)
             )
-            outcome = engine.extract(server, task, everyone, 7, {}, summation, local_params={})
+            outcome = engine.extract(Extraction(server, task, everyone, 7, {}, summation))
             assert outcome.sums is not None
             server, _ = method.consolidate(network, server, outcome.sums.arrays, task.index, 7)
     return server.params, losses, engine

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fot.aggregation import make_aggregation
 from fot.benchmarks.stream import Task
-from fot.engines.base import RoundOutcome, Training
+from fot.engines.base import Extraction, RoundOutcome, Training
 from fot.engines.sequential import SequentialEngine
 from fot.engines.sharded import ShardedEngine, World
 from fot.engines.vectorized import VectorizedEngine, extraction
@@ -67,10 +67,10 @@ def extracted(
     engine = ShardedEngine(engine, World()) if sharded else engine
     everyone = range(len(task.clients)) if participants is None else participants
     summation = make_aggregation(aggregation, seed=0).open(everyone, kind="statistics", path=(0,))
+    server, states = Server(network.tree(), state), {} if clients is None else clients
     outcome: RoundOutcome = engine.extract(
-        Server(network.tree(), state), task, everyone, 7, {} if clients is None else clients, summation,
-        **{"local_params": {}, **options},
-    )  # fmt: skip
+        Extraction(server, task, everyone, 7, states, summation, **options)
+    )
     return outcome
 
 
@@ -131,7 +131,7 @@ def test_the_ratio_is_summed_over_clients_not_that_of_their_pool() -> None:
     server = Server(network.tree(), {"": torch.eye(12).double()[None, :, :5]})
     summation = make_aggregation("plain", seed=0).open([0, 1], kind="statistics", path=(0,))
     engine = VectorizedEngine(network, FOT(), Training())
-    sums = engine.extract(server, task, [0, 1], 7, {}, summation, local_params={}).sums
+    sums = engine.extract(Extraction(server, task, [0, 1], 7, {}, summation)).sums
     assert sums is not None
     assert sums.arrays["/ratio"].item() == pytest.approx(10)
     assert sums.arrays["/residual"].item() == pytest.approx(90)

@@ -10,7 +10,7 @@ from torch import nn
 
 from fot.aggregation import make_aggregation
 from fot.benchmarks.stream import Task, TaskStream
-from fot.engines.base import EngineOptions, Training
+from fot.engines.base import EngineOptions, Extraction, Training
 from fot.engines.sequential import SequentialEngine
 from fot.errors import UserError
 from fot.federation.run import Run
@@ -140,7 +140,7 @@ def test_plain_sums_of_sketches():
     server = Server(net.tree(), {})
     engine = SequentialEngine(net, method, Training())
     summation = make_aggregation("plain", seed=0).open([0, 1], kind="statistics", path=(0, 0))
-    outcome = engine.extract(server, task, [0, 1], 99, {}, summation, local_params={})
+    outcome = engine.extract(Extraction(server, task, [0, 1], 99, {}, summation))
     assert outcome.sums is not None and outcome.sums.clients == (0, 1)
     x = task.train_x.double()
     parts = [

@@ -112,8 +112,31 @@ class Round:
 
 
 @dataclass(frozen=True)
+class Extraction:
+    """The end of a task of one run, as an engine is asked to let clients take part in it."""
+
+    server: Server
+    task: Task
+    participants: Sequence[int]
+    key: int
+    """From which, with the client's index, a method draws."""
+    clients: dict[int, Tree]
+    """The clients' own states."""
+    summation: Summation
+    local_params: dict[int, Tree] = field(default_factory=dict)
+    """The models of clients that use their own in place of the server's."""
+    positions: Sequence[int] | None = None
+    """The participants' places among all that take part, where these are only some."""
+
+    @property
+    def places(self) -> Sequence[int]:
+        """Each participant's place among all that take part."""
+        return range(len(self.participants)) if self.positions is None else self.positions
+
+
+@dataclass(frozen=True)
 class RoundOutcome:
-    """What a round's training brought, once its sum was formed."""
+    """What a round's training, or the end of a task, brought, once its sum was formed."""
 
     sums: Sums | None
     """Summed updates and, under ``metric/loss``, the summed mean losses, or summed statistics; None where
@@ -136,22 +159,8 @@ class Engine(Protocol):
     def train(self, round: Round) -> RoundOutcome:
         """Train the cohort from the server's model and sum the updates."""
 
-    def extract(
-        self,
-        server: Server,
-        task: Task,
-        participants: Sequence[int],
-        key: int,
-        clients: dict[int, Tree],
-        summation: Summation,
-        *,
-        local_params: dict[int, Tree],
-        positions: Sequence[int] | None = None,
-    ) -> RoundOutcome:
-        """Let clients take part at the end of a task; updates ``clients``, their states, in place.
-
-        ``positions`` are the participants' places among all that take part, where these are only some.
-        """
+    def extract(self, extraction: Extraction) -> RoundOutcome:
+        """Let clients take part at the end of a task; updates their states in place."""
 
     def evaluate(self, params: Tree, x: Tensor, y: Tensor, task: int) -> float:
         """Accuracy in percent."""

@@ -5,17 +5,14 @@ Every other engine is tested against this one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from fot.aggregation import Summation
 from fot.benchmarks.stream import Task
 from fot.dropout import keyed_dropout
-from fot.engines.base import Round, RoundOutcome, Training
+from fot.engines.base import Extraction, Round, RoundOutcome, Training
 from fot.errors import NotFinite
-from fot.methods.base import Batch, ClientData, Method, Server
+from fot.methods.base import Batch, ClientData, Method
 from fot.network import Network, Tree
 from fot.randomness import fold, permutation, seeded
 
@@ -83,26 +80,16 @@ class SequentialEngine:
                 losses.append(loss.detach())
         return {name: tensor.detach() for name, tensor in params.items()}, torch.stack(losses).mean()
 
-    def extract(
-        self,
-        server: Server,
-        task: Task,
-        participants: Sequence[int],
-        key: int,
-        clients: dict[int, Tree],
-        summation: Summation,
-        *,
-        local_params: dict[int, Tree],
-        positions: Sequence[int] | None = None,
-    ) -> RoundOutcome:
+    def extract(self, extraction: Extraction) -> RoundOutcome:
+        task, clients, summation = extraction.task, extraction.clients, extraction.summation
         x, y = self._data(task)
-        broadcast = self.method.broadcast(self.network, server)
+        broadcast = self.method.broadcast(self.network, extraction.server)
         excluded: list[int] = []
         sent: Tree = {}
-        for position, client in zip(positions or range(len(participants)), participants, strict=True):
+        for position, client in zip(extraction.places, extraction.participants, strict=True):
             held = task.clients[client].to(self.device)
-            data = ClientData(x[held], y[held], task.index, key, client, position)
-            params = local_params.get(client, server.params)
+            data = ClientData(x[held], y[held], task.index, extraction.key, client, position)
+            params = extraction.local_params.get(client, extraction.server.params)
             try:
                 state, statistics = self.method.end_of_task(
                     self.network, params, data, clients.get(client, {}), broadcast

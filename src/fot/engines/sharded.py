@@ -33,8 +33,7 @@ from fot.aggregation import Summation, Sums
 from fot.aggregation.encoded import EncodedSummation
 from fot.aggregation.plain import PlainSummation
 from fot.aggregation.private import PrivateSummation
-from fot.benchmarks.stream import Task
-from fot.engines.base import Engine, Round, RoundOutcome
+from fot.engines.base import Engine, Extraction, Round, RoundOutcome
 from fot.errors import UserError
 from fot.methods.base import Server
 from fot.network import Tree
@@ -161,29 +160,17 @@ class ShardedEngine:
         local_params = self.world.share(outcome.local_params) if round.keep_local else {}
         return self._whole(part, round.cohort, outcome.excluded, local_params)
 
-    def extract(
-        self,
-        server: Server,
-        task: Task,
-        participants: Sequence[int],
-        key: int,
-        clients: dict[int, Tree],
-        summation: Summation,
-        *,
-        local_params: dict[int, Tree],
-        positions: Sequence[int] | None = None,
-    ) -> RoundOutcome:
+    def extract(self, extraction: Extraction) -> RoundOutcome:
         """Let this rank's share of the clients take part; sums and clients' states are those of all."""
-        part, own = PartSummation(summation), self._own(participants)
-        positions = self._own(range(len(participants)) if positions is None else positions)
-        server = self._server(server)
+        part, own = PartSummation(extraction.summation), self._own(extraction.participants)
+        server, clients = self._server(extraction.server), extraction.clients
         outcome = RoundOutcome(None)
         if own:
-            outcome = self.engine.extract(
-                server, task, own, key, clients, part, local_params=local_params, positions=positions
-            )
+            places = self._own(extraction.places)
+            share = replace(extraction, server=server, participants=own, summation=part, positions=places)
+            outcome = self.engine.extract(share)
         clients.update(self.world.share({client: clients[client] for client in own if client in clients}))
-        return self._whole(part, participants, outcome.excluded, {})
+        return self._whole(part, extraction.participants, outcome.excluded, {})
 
     def evaluate(self, params: Tree, x: Tensor, y: Tensor, task: int) -> float:
         """Accuracy in percent, of rank 0's model."""

@@ -20,7 +20,7 @@ import torch
 
 from fot.aggregation import RoundAborted, Sums
 from fot.benchmarks.stream import Stream, Task
-from fot.engines.base import Round, RoundKeys, RoundOutcome
+from fot.engines.base import Extraction, Round, RoundKeys, RoundOutcome
 from fot.engines.sequential import LOSS
 from fot.errors import UserError
 from fot.federation.flight import Flight
@@ -255,10 +255,12 @@ class Run(Parts):
             try:
                 summation = self.aggregation.open(participants, kind="statistics", path=path)
                 self.aggregation.expect([])  # who comes next, only the next task tells
+                drawn = key(self.seed, "extraction", task.index)
                 outcome = self.engine.extract(
-                    state.server, task, participants, key(self.seed, "extraction", task.index),
-                    state.clients, summation, local_params=local_params,
-                )  # fmt: skip
+                    Extraction(
+                        state.server, task, participants, drawn, state.clients, summation, local_params
+                    )
+                )
             except RoundAborted as reason:
                 outcome = self._aborted(f"the extraction of task {task.index + 1}", participants, reason)
             down = _bytes(self.method.broadcast(self.network, state.server))

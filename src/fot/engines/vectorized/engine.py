@@ -9,9 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from fot.aggregation import Summation
-from fot.benchmarks.stream import Task
-from fot.engines.base import Round, RoundOutcome, Training
+from fot.engines.base import Extraction, Round, RoundOutcome, Training
 from fot.engines.sequential import LOSS, SequentialEngine
 from fot.engines.vectorized.cohort import Holdings, chunks, cohort_steps
 from fot.engines.vectorized.extraction import add_pooled
@@ -21,7 +19,7 @@ from fot.engines.vectorized.pace import NeedsAutograd
 from fot.engines.vectorized.stacked import CannotBatch
 from fot.engines.vectorized.trial import check_folding
 from fot.layers.find import is_head
-from fot.methods.base import Method, Server
+from fot.methods.base import Method
 from fot.network import Network, Tree
 
 Piece = tuple[list[int], ...]
@@ -182,31 +180,16 @@ class VectorizedEngine(SequentialEngine):
                 self._verdicts.clear()
         return self._held
 
-    def extract(
-        self,
-        server: Server,
-        task: Task,
-        participants: Sequence[int],
-        key: int,
-        clients: dict[int, Tree],
-        summation: Summation,
-        *,
-        local_params: dict[int, Tree],
-        positions: Sequence[int] | None = None,
-    ) -> RoundOutcome:
+    def extract(self, extraction: Extraction) -> RoundOutcome:
         """Let clients take part at the end of a task: together where that is possible, the others alone."""
-        places = positions or range(len(participants))
+        participants, places, summation = extraction.participants, extraction.places, extraction.summation
         alone, outcome = list(range(len(participants))), RoundOutcome(None)
-        if summation.add_total is not None and not local_params and self.method.pools:
-            alone = add_pooled(
-                self.network, self.method, server, task, self._data(task), participants, places, key,
-                summation.add_total,
-            )  # fmt: skip
+        if summation.add_total is not None and not extraction.local_params and self.method.pools:
+            data = self._data(extraction.task)
+            alone = add_pooled(self.network, self.method, extraction, data, summation.add_total)
         if alone:
-            outcome = super().extract(
-                server, task, [participants[i] for i in alone], key, clients, summation,
-                local_params=local_params, positions=[places[i] for i in alone],
-            )  # fmt: skip
+            those, there = [participants[i] for i in alone], [places[i] for i in alone]
+            outcome = super().extract(replace(extraction, participants=those, positions=there))
         if outcome.sums is None and len(alone) < len(participants):
             outcome = replace(outcome, sums=summation.close())
         return outcome

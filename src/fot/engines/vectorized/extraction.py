@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from fot.aggregation.interface import AddTotal
-from fot.benchmarks.stream import Task
+from fot.engines.base import Extraction
 from fot.errors import NotFinite
-from fot.methods.base import ClientData, Method, Server
+from fot.methods.base import ClientData, Method
 from fot.network import Network
 
 CPU_NUMBERS = 1 << 23
@@ -22,12 +22,8 @@ GPU_NUMBERS = 1 << 26
 def add_pooled(
     network: Network,
     method: Method,
-    server: Server,
-    task: Task,
+    extraction: Extraction,
     data: tuple[Tensor, Tensor],
-    participants: Sequence[int],
-    positions: Sequence[int],
-    key: int,
     add_total: AddTotal,
 ) -> list[int]:
     """Add the statistics of the participants, piece by piece.
@@ -36,8 +32,6 @@ def add_pooled(
     ----------
     data
         The task's samples and labels on the device.
-    positions
-        The participants' places among all that take part.
 
     Returns
     -------
@@ -46,6 +40,8 @@ def add_pooled(
         or whose total is not finite, so that one of them is to be left out.
     """
     x, y = data
+    server, task = extraction.server, extraction.task
+    participants, places = extraction.participants, extraction.places
     broadcast = method.broadcast(network, server)
     alone: list[int] = []
     sizes = [len(task.clients[client]) for client in participants]
@@ -54,7 +50,7 @@ def add_pooled(
         rows = torch.cat([task.clients[participants[i]] for i in piece]).to(x.device)
         held = [sizes[i] for i in piece]
         clients = [
-            ClientData(own_x, own_y, task.index, key, participants[i], positions[i])
+            ClientData(own_x, own_y, task.index, extraction.key, participants[i], places[i])
             for i, own_x, own_y in zip(
                 piece, torch.split(x[rows], held), torch.split(y[rows], held), strict=True
             )
