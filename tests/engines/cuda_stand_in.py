@@ -147,6 +147,7 @@ def stand_in(patch: pytest.MonkeyPatch) -> Iterator[StandIn]:
             return self.outputs
 
     patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    patch.setattr(torch.backends.cudnn, "is_acceptable", lambda tensor: tensor.is_cuda)
     patch.setattr(engine, "GraphedRound", Recording)
     before = torch._C._only_lift_cpu_tensors()
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=...) shows its copy to the mode

@@ -82,6 +82,8 @@ class Fold(TorchFunctionMode):
 
     def rule(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The result of a function that meets parameters, or CannotBatch."""
+        if func is Tensor.data_ptr:
+            return 0  # recurrent layers ask on a GPU: weights at one place are not moved together for cuDNN
         rule = _RULES.get(func)
         if rule not in (Fold.linear, Fold.convolution):
             self.use_only_by_layers(func, args, kwargs)
