@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from random_networks import random_network
 from torch import Tensor, nn
 
 from fot.aggregation import make_aggregation
@@ -134,6 +135,12 @@ def test_the_papers_networks_at_full_size(recipe: str, shape: tuple[int, ...], m
     tasks = [a_task(shape, (5, 3, 4), t) for t in range(2 if method.extracts else 1)]
     training = Training(batch_size=2, lr=0.01, weight_decay=0.02)
     assert_engines_agree(resolve(recipe).make_model, method, tasks, 5, training=training)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_networks(seed: int) -> None:
+    model, shape = random_network(seed, CLASSES)
+    assert_engines_agree(model, FedAvg(), [a_task(shape, (4, 7, 6))], 2)
 
 
 def test_epochs_augmentation_and_pieces_of_a_cohort() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from random_networks import random_network
 from test_cohort_engine import CLASSES, MODELS, Reader, a_task, keys, one_round
 from torch import Tensor, nn
 
@@ -35,6 +36,13 @@ def test_equals_the_sequential_engine_by_kernels(
         request.getfixturevalue("untried")
     tasks = [a_task(shape, (2, 2), t) for t in range(2)] if method.extracts else [a_task(shape, (4, 2))]
     agree(model, method, tasks, 1)
+
+
+@pytest.mark.usefixtures("untried")
+@pytest.mark.parametrize("seed", range(30))
+def test_random_networks_by_kernels(seed: int) -> None:
+    model, shape = random_network(seed, CLASSES)
+    agree(model, FedAvg(), [a_task(shape, (4, 7, 6))], 1, training=replace(TRAINING, batch_size=4))
 
 
 STEPS = [((6, 7, 3, 5), 4, 4), ((5, 3), 4, 2), ((2, 3), 1, 2), ((4, 3, 6), 3, 2)]

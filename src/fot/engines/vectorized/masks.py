@@ -19,7 +19,7 @@ from torch.nn import functional
 from fot.dropout import keyed_dropout
 from fot.engines.vectorized import kernels
 from fot.engines.vectorized.pending import Pending, settled
-from fot.engines.vectorized.products import maps, unmapped
+from fot.engines.vectorized.products import maps, owned, unmapped
 from fot.engines.vectorized.tail import Dropped
 from fot.randomness import _DRAW, _GOLDEN, _MIX_1, _MIX_2, _signed, fold
 
@@ -77,7 +77,7 @@ class _Dropped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dropped: Dropped) -> Tensor:
         ctx.dropped = dropped
-        return _dropped(x, dropped)
+        return owned(_dropped(x, dropped))
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:

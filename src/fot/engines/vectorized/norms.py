@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from fot.engines.vectorized import kernels
 from fot.engines.vectorized.pending import Pending
-from fot.engines.vectorized.products import maps, unmapped
+from fot.engines.vectorized.products import maps, owned, unmapped
 from fot.engines.vectorized.stacked import CannotBatch, Stacked, per_channel, raw
 from fot.engines.vectorized.tail import Tail
 
@@ -76,6 +76,7 @@ class _Normalised(torch.autograd.Function):
         weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))
         known = normal.statistics(z, clients, weight, bias, eps)
         y, places = tail.forward(x, clients, gain=known.gain, shift=known.shift)
+        y = owned(y)
         ctx.save_for_backward(z, y if tail.relu else None, places, *known)
         ctx.clients, ctx.tail, ctx.shape = clients, tail, x.shape
         return y

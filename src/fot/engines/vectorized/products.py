@@ -172,8 +172,14 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 def unmapped(y: Tensor, shape: Sequence[int]) -> Tensor:
     """What kernels give, as the module expects it: of a shape like that one, up to the sizes of its maps."""
-    y = y.permute(0, 3, 1, 2) if len(shape) == 4 else y.view(shape)
-    # A tensor of its own and no view: only such a one may be changed in place where autograd has made it.
+    return y.permute(0, 3, 1, 2) if len(shape) == 4 else y.view(shape)
+
+
+def owned(y: Tensor) -> Tensor:
+    """The same numbers, as a tensor of its own and no view.
+
+    Only such a one may be changed in place (``nn.ReLU(inplace=True)``) where a ``Function`` has made it.
+    """
     return y.new_empty(0).set_(y.untyped_storage(), y.storage_offset(), y.shape, y.stride())
 
 
@@ -181,7 +187,8 @@ def maps(x: Tensor) -> Tensor:
     """As kernels read them, channels last; what a linear layer gives are maps of one pixel."""
     if x.dim() == 4:
         return x.permute(0, 2, 3, 1).contiguous()
-    return x.reshape(-1, 1, 1, x.shape[-1] if x.dim() > 1 else 1)
+    # Rows that are a slice of wider ones could be reshaped as they lie, and kernels read them side by side.
+    return x.reshape(-1, 1, 1, x.shape[-1] if x.dim() > 1 else 1).contiguous()
 
 
 def product(operation: Linear | Convolution, x: Tensor, w: Tensor) -> Tensor:
@@ -201,7 +208,7 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, w: Tensor, operation: Linear | Convolution) -> Tensor:
         ctx.save_for_backward(x, w)
         ctx.operation = operation
-        return operation.forward(x, w)
+        return owned(operation.forward(x, w))
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, Tensor | None, None]:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fot.engines.vectorized import kernels
 from fot.engines.vectorized.pace import NeedsAutograd, Pace, spread, total_change
-from fot.engines.vectorized.products import Convolution, Linear, lowered
+from fot.engines.vectorized.products import Convolution, Linear, lowered, owned
 from fot.engines.vectorized.tail import Tail
 
 
@@ -110,6 +110,7 @@ class _Stepped(torch.autograd.Function):
         assert local.form is not None
         z = local.form.forward(operation, x, local.pace)
         y, places = tail.forward(z, local.clients)
+        y = owned(y)
         ctx.save_for_backward(x, y if tail.relu else None, places)
         ctx.local, ctx.operation, ctx.tail, ctx.shape = local, operation, tail, z.shape
         return y
