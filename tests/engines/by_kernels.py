@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_cohort_engine import assert_engines_agree
+from cohorts import assert_engines_agree
 from torch import nn
 
 from fot.engines.base import Training
@@ -40,7 +40,7 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def untried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the trial, and without a recording: what a round does is done once."""
     monkeypatch.setattr(engine, "check_folding", lambda *rest: None)
-    monkeypatch.setattr(engine, "GraphedRound", lambda function, inputs: function)
+    monkeypatch.setattr(engine, "GraphedRound", lambda function, *_: function)
 
 
 def agree(model: Callable[[], nn.Module], method: Method, *rest: Any, **more: Any) -> None:

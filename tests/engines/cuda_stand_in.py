@@ -135,7 +135,7 @@ def stand_in(patch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     class Recording:
         """In the place of ``GraphedRound``: once to warm up, once as the graph would see it."""
 
-        def __init__(self, function: Callable[[Tree], Tree], inputs: Tree) -> None:
+        def __init__(self, function: Callable[[Tree], Tree], inputs: Tree, beside: Any = ()) -> None:
             function(inputs)
             mode.recording = True
             try:

@@ -254,7 +254,7 @@ class VectorizedEngine(SequentialEngine):
             return round_of(inputs)
         shape = (totals, *((name, tensor.shape) for name, tensor in inputs.items()))
         if shape not in self._graphs:
-            self._graphs[shape] = GraphedRound(round_of, inputs)
+            self._graphs[shape] = GraphedRound(round_of, inputs, self._graphs.values())
         return self._graphs[shape](inputs)
 
     def _round(self, inputs: Tree, shortest: int, longest: int, *, totals: bool) -> Tree:

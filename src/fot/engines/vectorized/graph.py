@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -15,9 +15,14 @@ class GraphedRound:
 
     Inputs are copied into the tensors the graph was recorded with; outputs are overwritten by the next
     call, so a caller uses them before it. A function that cannot be recorded runs as it is, with a warning.
+
+    Recordings ``beside`` which it is made lend it the memory that they work in: of all of them, too, the next
+    call overwrites what the last one gave.
     """
 
-    def __init__(self, function: Callable[[Tree], Tree], inputs: Tree) -> None:
+    def __init__(
+        self, function: Callable[[Tree], Tree], inputs: Tree, beside: Iterable[GraphedRound] = ()
+    ) -> None:
         self.function = function
         self.inputs = {name: tensor.clone() for name, tensor in inputs.items()}
         self.graph: torch.cuda.CUDAGraph | None = torch.cuda.CUDAGraph()
@@ -29,7 +34,8 @@ class GraphedRound:
         current.wait_stream(stream)
         try:
             # What other threads ask of the device meanwhile is their own affair, and does not spoil this.
-            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            pool = next((other.graph.pool() for other in beside if other.graph), None)
+            with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
                 self.outputs = function(self.inputs)
         except RuntimeError as error:
             self.graph = None
