@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from cohorts import Proximal, Reader
 from cuda_stand_in import CUDA, Refused, StandIn, stand_in
-from test_cohort_engine import Reader
 from torch import Tensor, nn
 
 from fot.aggregation import make_aggregation
@@ -106,18 +106,6 @@ def test_a_round_can_be_recorded(device: StandIn, name: str, method: Method, run
 def test_augmentation_can_be_recorded(device: StandIn) -> None:
     make, shape = MODELS["alexnet"]
     one_round(make(), FedAvg(), shape, (6, 7, 3), augment=CropAndFlip(2, (0.0, 0.1, 0.2)))
-
-
-@dataclass(frozen=True)
-class Proximal(Method):
-    """A loss with a client's state, and a preconditioner: nothing is stepped by the backward pass."""
-
-    def loss(self, network: Network, params: Tree, batch: Batch, client: Tree) -> Tensor:
-        pull = sum((client[name] * params[name].square()).sum() for name in client)
-        return super().loss(network, params, batch, client) + pull
-
-    def precondition(self, network: Network, gradients: Tree, client: Tree) -> Tree:
-        return {name: 2 * g for name, g in gradients.items()}
 
 
 def test_a_method_of_its_own_can_be_recorded(device: StandIn) -> None:
@@ -260,24 +248,40 @@ class Broken:
         raise RuntimeError("the recording was invalidated")
 
 
-def test_what_cannot_be_recorded_runs_as_it_is_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    current = [SimpleNamespace(wait_stream=lambda other: None)]
-    home = current[0]
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """A GPU on which every recording fails: its stream at the beginning, and the one that is current."""
+    home = SimpleNamespace(wait_stream=lambda other: None)
+    found: list[Any] = [home, home]
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "Stream", lambda: SimpleNamespace(wait_stream=lambda other: None))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[0])
-    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: current.__setitem__(0, stream))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: found[1])
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: found.__setitem__(1, stream))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "graph", Broken)
+    return found
 
+
+def test_what_cannot_be_recorded_runs_as_it_is_and_says_so(streams: list[object]) -> None:
     def waits(given: Tree) -> Tree:
-        if current[0] is not home:
+        if streams[1] is not streams[0]:
             raise RuntimeError("not permitted when stream is capturing\nand more")
         return {"y": given["x"] + 1}
 
     with pytest.warns(UserWarning, match=r"not recorded.*: not permitted when stream is capturing$"):
         graphed = GraphedRound(waits, {"x": torch.zeros(2)})
-    assert current == [home] and graphed({"x": torch.ones(2)})["y"].tolist() == [2, 2]
+    assert streams[1] is streams[0] and graphed({"x": torch.ones(2)})["y"].tolist() == [2, 2]
+
+
+def test_memory_that_ends_within_a_recording_is_no_reason_to_do_without(streams: list[object]) -> None:
+    def large(given: Tree) -> Tree:
+        if streams[1] is not streams[0]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return given
+
+    with pytest.raises(torch.OutOfMemoryError):
+        GraphedRound(large, {"x": torch.zeros(2)})
+    assert streams[1] is streams[0]
 
 
 @pytest.mark.gpu

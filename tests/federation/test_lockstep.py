@@ -113,6 +113,32 @@ def test_each_run_ends_as_if_alone(name, monkeypatch):
     assert_same(side_by_side, alone)
 
 
+def test_runs_that_do_not_fit_into_memory_train_in_pieces(monkeypatch):
+    model, shape = BODIES["dropout"]
+    train, seen = VectorizedEngine.local_cohort, []
+
+    def local_cohort(self, rounds, piece, **options):
+        if options.get("recorded", True):
+            seen.append(tuple(map(len, piece)))
+            if sum(map(len, piece)) > 4:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+        return train(self, rounds, piece, **options)
+
+    def runs() -> list[Run]:
+        return [a_run(model, FOT(threshold=0.8), seed, a_stream(shape, seed)) for seed in range(2)]
+
+    side_by_side, alone = runs(), runs()
+    for run in alone:
+        run()
+    told = []
+    side_by_side[1].tell = lambda event, **fields: told.append(fields.get("message", event))
+    monkeypatch.setattr(VectorizedEngine, "local_cohort", local_cohort)
+    lockstep(side_by_side)
+    assert seen[:3] == [(3, 3), (2, 2), (1, 1)] and (3, 3) not in seen[1:]
+    assert any("6 clients at once do not fit into the GPU's memory" in message for message in told)
+    assert_same(side_by_side, alone)
+
+
 def test_frozen_weights_may_differ_between_runs(monkeypatch):
     class Half(nn.Module):
         def __init__(self) -> None:

@@ -13,12 +13,9 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from fot.aggregation import RoundAborted
 from fot.engines.base import Round, RoundOutcome
 from fot.engines.vectorized import VectorizedEngine
-from fot.errors import UserError
 
 if TYPE_CHECKING:
     from fot.federation.run import Run
@@ -79,14 +76,8 @@ def _trained(runs: Sequence[Run], rounds: Sequence[Round]) -> Iterable[RoundOutc
     """What comes of the runs' rounds: of all at once, or of each by itself."""
     engine = runs[0].engine
     if len(runs) > 1 and isinstance(engine, VectorizedEngine):
-        try:
-            with _shared_clock(runs):
-                outcomes = engine.train_together(rounds)
-        except torch.OutOfMemoryError:
-            raise UserError(
-                f"{len(runs)} runs at once do not fit into the GPU's memory; take up again with fewer, "
-                f"--together {len(runs) // 2}"
-            ) from None
+        with _shared_clock(runs):
+            outcomes = engine.train_together(rounds)
         if outcomes is not None:
             return outcomes
     return (_alone(run, round) for run, round in zip(runs, rounds, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ from fot.engines.vectorized.local import LocalTraining, stacked_states
 from fot.engines.vectorized.pace import NeedsAutograd
 from fot.engines.vectorized.stacked import CannotBatch
 from fot.engines.vectorized.trial import check_folding
+from fot.errors import UserError
 from fot.layers.find import is_head
 from fot.methods.base import Method
 from fot.network import Network, Tree
@@ -92,26 +94,20 @@ class VectorizedEngine(SequentialEngine):
         excluded: list[list[int]] = [[] for _ in rounds]
         local_params: list[dict[int, Tree]] = [{} for _ in rounds]
         unknown: list[Tensor] = []
-        for piece in self._pieces(rounds):
-            if self._add_totals(rounds, piece, unknown):
-                continue
-            changes = self.local_cohort(rounds, piece, totals=False)
-            for r, (round, part) in enumerate(zip(rounds, piece, strict=True)):
-                own = {name: stack.chunk(len(rounds))[r] for name, stack in changes.items()}
-                finite = [True] * len(part) if round.summation.discreet else _finite(own)
-                if not all(finite):
-                    kept = torch.tensor(finite, device=self.device)
-                    own = {name: stack[kept] for name, stack in own.items()}
-                good = [client for client, ok in zip(part, finite, strict=True) if ok]
-                excluded[r] += [client for client in part if client not in good]
-                if good:
-                    round.summation.add(good, own)
-                if round.keep_local:
-                    params = round.server.params
-                    local_params[r] |= {
-                        client: {**params, **{n: params[n] + t[row] for n, t in own.items() if n != LOSS}}
-                        for row, client in enumerate(good)
-                    }
+        pieces = deque(self._pieces(rounds))
+        while pieces:
+            piece = pieces.popleft()
+            try:
+                sums = self._totals(rounds, piece, unknown)
+                changes = {} if sums else self.local_cohort(rounds, piece, totals=False)
+            except torch.OutOfMemoryError:
+                sums = changes = None
+            if changes is None:  # nothing of the piece is added yet
+                pieces.extendleft(reversed(self._in_halves(piece)))
+            elif sums:
+                self._add_totals(rounds, piece, sums)
+            else:
+                self._add_each(rounds, piece, changes, excluded, local_params)
         answers: Sequence[Tensor | None] = [None] * len(rounds)
         if unknown:
             answers = torch.stack(unknown).all(0).unbind()
@@ -134,28 +130,73 @@ class VectorizedEngine(SequentialEngine):
             if last is not None:
                 last.synchronize()
 
-    def _add_totals(self, rounds: Sequence[Round], piece: Piece, unknown: list[Tensor]) -> bool:
-        """Add the sums over a piece's clients, where nobody wants their own arrays; False where it cannot be.
+    def _totals(self, rounds: Sequence[Round], piece: Piece, unknown: list[Tensor]) -> Tree | None:
+        """The sums over a piece's clients, where nobody wants their own arrays; else None.
 
-        It cannot, too, where a sum is not finite: then each client is looked at. Where that may come to light
+        None, too, where a sum is not finite: then each client is looked at. Where that may come to light
         later, ``[R]``, whether each run's sums are finite, is appended to ``unknown``.
         """
-        adders = [round.summation.add_total for round in rounds]
-        if any(round.keep_local for round in rounds) or not all(adders):
-            return False
+        if any(round.keep_local or round.summation.add_total is None for round in rounds):
+            return None
         found = self.local_cohort(rounds, piece, totals=True)
         if self.defers and all(round.provisional for round in rounds):
             unknown.append(found[FINITE].clone())  # the next round overwrites it
         elif not bool(found[FINITE].all()):
-            return False
-        changes = {name: total for name, total in found.items() if name != FINITE}
+            return None
+        return {name: total for name, total in found.items() if name != FINITE}
+
+    def _add_totals(self, rounds: Sequence[Round], piece: Piece, changes: Tree) -> None:
         params, losses = rounds[0].server.params, changes[LOSS]
         dtypes = {name: losses.dtype if name == LOSS else params[name].dtype for name in changes}
         sums = changes | {LOSS: losses.view(len(rounds), -1).sum(1, dtype=torch.float64)}
-        for r, (add_total, part) in enumerate(zip(adders, piece, strict=True)):
+        for r, (round, part) in enumerate(zip(rounds, piece, strict=True)):
+            add_total = round.summation.add_total
             assert add_total is not None
             add_total(part, {name: total[r] for name, total in sums.items()}, dtypes)
-        return True
+
+    def _add_each(
+        self,
+        rounds: Sequence[Round],
+        piece: Piece,
+        changes: Tree,
+        excluded: list[list[int]],
+        local_params: list[dict[int, Tree]],
+    ) -> None:
+        """Add the updates of a piece's clients one by one; who is left out is appended to ``excluded``."""
+        for r, (round, part) in enumerate(zip(rounds, piece, strict=True)):
+            own = {name: stack.chunk(len(rounds))[r] for name, stack in changes.items()}
+            finite = [True] * len(part) if round.summation.discreet else _finite(own)
+            if not all(finite):
+                kept = torch.tensor(finite, device=self.device)
+                own = {name: stack[kept] for name, stack in own.items()}
+            good = [client for client, ok in zip(part, finite, strict=True) if ok]
+            excluded[r] += [client for client in part if client not in good]
+            if good:
+                round.summation.add(good, own)
+            if round.keep_local:
+                params = round.server.params
+                local_params[r] |= {
+                    client: {**params, **{n: params[n] + t[row] for n, t in own.items() if n != LOSS}}
+                    for row, client in enumerate(good)
+                }
+
+    def _in_halves(self, piece: Piece) -> list[Piece]:
+        """A piece that does not fit into a GPU's memory as two; no later one is larger than these."""
+        runs, clients = len(piece), len(piece[0])
+        if clients == 1:
+            fewer = f"of {runs} runs do not fit: --together {runs // 2}" if runs > 1 else "does not fit"
+            raise UserError(
+                f"one client's training {fewer} into the GPU's memory; or lower training.batch_size"
+            )
+        half = -(-clients // 2)
+        self.at_once = runs * half
+        self._graphs.clear()
+        torch.cuda.empty_cache()
+        warnings.warn(
+            f"{runs * clients} clients at once do not fit into the GPU's memory: from here on "
+            f"{self.at_once} train at once", stacklevel=2,
+        )  # fmt: skip
+        return [tuple(part[:half] for part in piece), tuple(part[half:] for part in piece)]
 
     def _pieces(self, rounds: Sequence[Round]) -> Iterator[Piece]:
         """The clients that train at once: as many of each run, those of like numbers of samples together."""

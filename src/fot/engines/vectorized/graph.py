@@ -40,10 +40,11 @@ class GraphedRound:
         except RuntimeError as error:
             self.graph = None
             torch.cuda.set_stream(current)  # a recording that fails leaves its own stream behind
-            reason = str(error.__context__ or error)  # the end of such a recording fails too, and hides why
-            warnings.warn(
-                f"rounds are not recorded, and so slow: {reason.partition(chr(10))[0]}", stacklevel=2
-            )
+            cause = error.__context__ or error  # the end of such a recording fails too, and hides why
+            if isinstance(cause, torch.OutOfMemoryError):
+                raise cause from None
+            reason = str(cause).partition("\n")[0]
+            warnings.warn(f"rounds are not recorded, and so slow: {reason}", stacklevel=2)
 
     def __call__(self, inputs: Tree) -> Tree:
         """The function's value; its tensors are good until the next call."""
