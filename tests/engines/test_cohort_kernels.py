@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from cohorts import CLASSES, MODELS, Reader, a_task, keys, one_round
 from random_networks import random_network
-from test_cohort_engine import CLASSES, MODELS, Reader, a_task, keys, one_round
 from torch import Tensor, nn
 
 from fot.aggregation import make_aggregation

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_cohort_engine import CLASSES, a_task, rounds
+from cohorts import CLASSES, a_task, rounds
 from torch import Tensor, nn
 from torch.nn import functional as F
 
