@@ -272,8 +272,26 @@ class Constant(Mixing):
 @pytest.mark.parametrize("model", [Mixing, Twice, Constant])
 def test_networks_whose_samples_cannot_share_a_batch(model: type[nn.Module]) -> None:
     task = a_task((12,))
-    wanted, got = (extracted(kind, model, FOT(), task) for kind in (SequentialEngine, VectorizedEngine))
+    wanted = extracted(SequentialEngine, model, FOT(), task)
+    with pytest.warns(UserWarning, match="one by one after a task: what a layer receives"):
+        got = extracted(VectorizedEngine, model, FOT(), task)
     assert_alike(got, wanted, tolerance=0.0)
+
+
+def test_what_does_not_fit_into_memory_is_asked_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, shape = MODELS["mlp"]
+    task, pool = a_task(shape), FOT.pooled_statistics
+    wanted = extracted(SequentialEngine, model, FOT(), task)
+
+    def short(self: FOT, network: Network, params: Tree, clients: Any, broadcast: Tree) -> Tree | None:
+        if len(clients) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return pool(self, network, params, clients, broadcast)
+
+    monkeypatch.setattr(FOT, "pooled_statistics", short)
+    monkeypatch.setattr(extraction, "CPU_NUMBERS", 30 * task.train_x[0].numel())
+    with pytest.warns(UserWarning, match="some are asked alone"):
+        assert_alike(extracted(VectorizedEngine, model, FOT(), task), wanted)
 
 
 def test_memory_is_that_of_one_sum_and_of_chunks(nobody_alone: Callable[[], None]) -> None:

@@ -253,7 +253,7 @@ def test_which_models_keep_samples_apart() -> None:
     assert not apart(Twice(), wide) and not apart(Order(), tokens)
     centred = nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False), nn.Linear(3, 2))
     assert not apart(centred, wide)
-    assert not apart(nn.Linear(3, 2), wide * torch.nan)  # nothing is known of it
+    assert apart(nn.Linear(3, 2), wide * torch.nan)  # their sum will show it
     assert not centred[1]._forward_pre_hooks
 
 

@@ -10,6 +10,7 @@ basis O of the inputs that old tasks gave it, and removes from every mean update
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,7 +107,13 @@ class FOT(Method):
         apart = keeps_samples_apart(
             network.module, self._sketched(network), ends, lambda x: network(params, x, clients[0].task)
         )
-        return self._statistics(network, params, clients, broadcast) if apart else None
+        if not apart:
+            warnings.warn(
+                "clients are asked one by one after a task: what a layer receives depends on the batch",
+                stacklevel=2,
+            )
+            return None
+        return self._statistics(network, params, clients, broadcast)
 
     def _statistics(
         self, network: Network, params: Tree, clients: Sequence[ClientData], broadcast: Tree

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -37,7 +38,7 @@ def add_pooled(
     -------
     list of int
         The indices of participants that must be asked alone: those of a piece that the method cannot pool,
-        or whose total is not finite, so that one of them is to be left out.
+        that does not fit into memory, or whose total is not finite, so that one of them is to be left out.
     """
     x, y = data
     server, task = extraction.server, extraction.task
@@ -59,6 +60,12 @@ def add_pooled(
             totals = method.pooled_statistics(network, server.params, clients, broadcast)
         except NotFinite:
             totals = None
+        except torch.OutOfMemoryError:
+            totals = None
+            warnings.warn(
+                "the GPU's memory does not hold the end of a task for many clients: some are asked alone",
+                stacklevel=2,
+            )
         if totals and bool(torch.stack([t.isfinite().all() for t in totals.values()]).all()):
             dtypes = {name: total.dtype for name, total in totals.items()}
             add_total([participants[i] for i in piece], totals, dtypes)
