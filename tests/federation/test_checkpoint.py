@@ -102,6 +102,18 @@ def test_a_torn_checkpoint_falls_back_to_the_one_before_and_says_so(tmp_path):
     assert results(tmp_path / "torn") == results(tmp_path / "whole")
 
 
+def test_events_lost_in_a_power_cut_are_told_again_from_the_checkpoint_before(tmp_path):
+    experiment = small()
+    launch(experiment, tmp_path / "whole", silent)
+    interrupted(experiment, tmp_path / "run", 9)
+    events = tmp_path / "run" / "events.jsonl"
+    events.write_bytes(b"".join(events.read_bytes().splitlines(keepends=True)[:-2]) + b'{"event": "rou')
+    told = []
+    launch(experiment, tmp_path / "run", lambda event, **fields: told.append((event, fields)))
+    assert [f["message"] for e, f in told if e == "warning" and "events before it" in f["message"]]
+    assert results(tmp_path / "run") == results(tmp_path / "whole")
+
+
 def test_with_every_checkpoint_gone_the_run_starts_anew(tmp_path):
     experiment = small()
     interrupted(experiment, tmp_path / "run", 9)
@@ -123,7 +135,7 @@ def test_a_full_disk_ends_the_run_and_leaves_it_resumable(tmp_path, monkeypatch)
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("fot.files.os.fsync", fsync)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(UserError, match="disk is full"):
         launch(experiment, tmp_path / "run", silent)
     monkeypatch.undo()
     assert not list((tmp_path / "run").rglob("*.part"))
@@ -173,7 +185,7 @@ def test_state_survives_the_files_and_two_are_kept(tmp_path):
     assert sorted(file.name for file in tmp_path.iterdir()) == [
         "00000002.json", "00000002.safetensors", "00000003.json", "00000003.safetensors",
     ]  # fmt: skip
-    found, problems = checkpoints.load(torch.device("cpu"))
+    found, problems = checkpoints.load(torch.device("cpu"), events=30)
     assert found is not None and not problems
     loaded, position, releases = found
     assert (position, releases) == (30, [[1.5, None]])

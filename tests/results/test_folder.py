@@ -72,7 +72,7 @@ def test_a_line_altered_in_the_middle_is_not_passed_over(tmp_path):
 def test_resume_drops_what_the_checkpoint_has_not_seen_and_time_goes_on(tmp_path):
     folder = RunFolder(tmp_path, elapsed=100.0)
     folder.event("task_started", task=0)
-    position = folder.position
+    position = folder.sync()
     folder.event("round_finished", round=0)
     again = RunFolder.resume(tmp_path, position)
     again.event("round_finished", round=0)
@@ -80,7 +80,7 @@ def test_resume_drops_what_the_checkpoint_has_not_seen_and_time_goes_on(tmp_path
     assert [e["event"] for e in events] == ["task_started", "round_finished"]
     assert events[1]["time"] >= events[0]["time"] >= 100.0
     with pytest.raises(UserError, match="shorter than the checkpoint"):
-        RunFolder.resume(tmp_path, again.position + 1)
+        RunFolder.resume(tmp_path, again.sync() + 1)
 
 
 def test_a_finished_run_is_not_overwritten_unless_told(tmp_path):

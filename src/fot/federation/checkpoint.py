@@ -87,10 +87,17 @@ class Checkpoints:
                 found.add(json.loads(self._path(number, ".json").read_bytes())["state"]["rounds"])
         return found
 
-    def load(self, device: torch.device, until: int | None = None) -> tuple[Found | None, list[str]]:
+    def load(
+        self, device: torch.device, events: int, until: int | None = None
+    ) -> tuple[Found | None, list[str]]:
         """The newest good checkpoint, and what was wrong with newer ones.
 
-        ``until`` leaves out those of more rounds, so that runs side by side go on from the same one.
+        Parameters
+        ----------
+        events
+            How much of the events is there: what was lost of them is told again from an older checkpoint.
+        until
+            Leaves out those of more rounds, so that runs side by side go on from the same one.
         """
         problems: list[str] = []
         for number in sorted(self._numbers(), reverse=True):
@@ -102,6 +109,8 @@ class Checkpoints:
                 packed = path.with_suffix(".safetensors").read_bytes()
                 if rest["format"] != FORMAT or hashlib.sha256(packed).hexdigest() != rest["sha256"]:
                     raise ValueError("its digest is wrong")
+                if rest["position"] > events:
+                    raise ValueError("of the events before it some are lost")
                 server, clients = _unpack(safetensors.torch.load(packed), device)
                 state = State(server=server, clients=clients, **rest["state"])
                 return (state, rest["position"], rest["accountant"]), problems

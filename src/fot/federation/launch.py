@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import shutil
 import tomllib
@@ -48,10 +49,16 @@ def launch_together(
     todo = [one for one in launches if one.summary is None]
     common = set.intersection(*(one.checkpoints.rounds() for one in todo)) if todo else set()
     due: dict[int, bool] = {}  # after so many rounds: all runs are saved, or none is
-    for one in todo:
-        one.prepare(max(common, default=None), lambda r: due.setdefault(r, todo[0].checkpoints.due(r)))
-    for one, summary in zip(todo, lockstep([one.run for one in todo]) if todo else [], strict=True):
-        one.finish(summary)
+    try:
+        for one in todo:
+            one.prepare(max(common, default=None), lambda r: due.setdefault(r, todo[0].checkpoints.due(r)))
+        for one, summary in zip(todo, lockstep([one.run for one in todo]) if todo else [], strict=True):
+            one.finish(summary)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        again = "make room and give the same command again: it goes on from the last checkpoint"
+        raise UserError(f"the disk is full; {again}") from error
     return [one.summary for one in launches if one.summary is not None]
 
 
@@ -77,7 +84,7 @@ class _Launch:
         found: Found | None = None
         problems: list[str] = []
         if self.first and self.folder.read_experiment() == self.experiment.to_toml():
-            found, problems = self.checkpoints.load(run.device, until)
+            found, problems = self.checkpoints.load(run.device, self.folder.written(), until)
         found = _shared(found, self.ranks)
         if found is not None:
             run.state, position, releases = found
@@ -97,7 +104,7 @@ class _Launch:
 
         def save(task_ended: bool) -> None:
             if task_ended or due(run.state.rounds):
-                self.checkpoints.save(run.state, self.folder.position, run.aggregation.state())
+                self.checkpoints.save(run.state, self.folder.sync(), run.aggregation.state())
 
         run.tell, run.save = tell, save
         for problem in problems:

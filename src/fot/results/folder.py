@@ -158,14 +158,13 @@ class RunFolder:
         path
             The folder.
         position
-            :attr:`position` as the checkpoint stored it: later events are dropped, since they will happen
-            again. Without it all whole lines stay.
+            What :meth:`sync` gave when the checkpoint was written: later events are dropped, since they will
+            happen again. Without it all whole lines stay.
         """
         folder = cls.open(path)
         if folder.finished:
             raise UserError(f"{path} holds a finished run: there is nothing to resume")
-        written = folder.events.read_bytes()
-        whole = written.rfind(b"\n") + 1  # a line torn by the interruption would spoil the next one
+        whole = folder.written()  # a line torn by the interruption would spoil the next one
         if position is not None and position > whole:
             raise UserError(f"{folder.events} is shorter than the checkpoint says: start the run anew")
         os.truncate(folder.events, whole if position is None else position)
@@ -177,10 +176,15 @@ class RunFolder:
         """Whether the run has come to its end."""
         return self.summary.exists()
 
-    @property
-    def position(self) -> int:
-        """How many bytes of events have been written: a checkpoint stores it for :meth:`resume`."""
-        return self.events.stat().st_size
+    def written(self) -> int:
+        """How many bytes of events there are, in whole lines."""
+        return self.events.read_bytes().rfind(b"\n") + 1 if self.events.exists() else 0
+
+    def sync(self) -> int:
+        """Put the events onto the disk, power cut or not; a checkpoint stores how many bytes they are."""
+        with self.events.open("ab") as file:
+            os.fsync(file.fileno())
+            return file.tell()
 
     def event(self, kind: str, **fields: Any) -> None:
         """Append one event with the seconds since the run's start, and flush it."""
