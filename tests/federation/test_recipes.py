@@ -97,6 +97,18 @@ PAPER = pytest.mark.parametrize("paper", TABLE, ids=lambda paper: paper.recipe)
 
 @PAPER
 @pytest.mark.parametrize("partition", ["iid", "shards"])
+def test_the_authors_profile_has_the_thresholds_and_workers_of_their_commands(paper, partition):
+    method = resolve(paper.recipe, method="fot-authors", partition=partition).method
+    pmnist = paper.recipe == "pmnist"  # whose thresholds the commands have the other way round
+    assert method["threshold"] == paper.thresholds[(partition == "shards") != pmnist]
+    assert method["increment"] == paper.increment
+    assert method["sketch"] == resolve(paper.recipe).method["sketch"]
+    assert method["shared_sketch_seed"] == (5 if pmnist else 8)
+    assert (method["rule"], method["participants"], method["model"]) == ("authors", "cohort", "local")
+
+
+@PAPER
+@pytest.mark.parametrize("partition", ["iid", "shards"])
 def test_the_recipe_is_the_papers_set_up(paper, partition):
     recipe = resolve(paper.recipe, partition=partition)
     benchmark, method, training = recipe.benchmark, recipe.method, recipe.training

@@ -15,7 +15,7 @@ from fot.results.metrics import average_curve, used_subspace
 
 Summary = Mapping[str, Any]
 
-_SPELLING = {"fedavg": "FedAvg", "kronprox": "KronProx", "fedcil": "FedCIL"}
+_SPELLING = {"fedavg": "FedAvg", "fot-authors": "FOT-authors", "kronprox": "KronProx", "fedcil": "FedCIL"}
 
 
 def method_name(method: str) -> str:
