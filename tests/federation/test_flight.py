@@ -24,7 +24,7 @@ ROUNDS = 6
 
 def a_run(
     method: Method, *, spoilt: tuple[int, ...] = (), seed: int = 0, defers: bool = True, log: Any = None,
-    kind: str = "plain", device: str = "cpu", **training: int,
+    kind: str = "plain", device: str = "cpu", at_once: int | None = None, **training: int,
 ) -> Run:  # fmt: skip
     """Two tasks on five clients, of whom some hold what is not a number."""
 
@@ -45,7 +45,7 @@ def a_run(
         evaluation=Evaluation(every=2),
     )  # fmt: skip
     assert isinstance(run.engine, VectorizedEngine)
-    run.engine.defers = defers
+    run.engine.defers, run.engine.at_once = defers, at_once
     run.tell = lambda event, **fields: run.log.append((event, fields))
     run.save = lambda task_ended: run.saved.append(copy.deepcopy(run.state))
     run.log, run.saved = [] if log is None else log, []  # type: ignore[attr-defined]
@@ -93,11 +93,14 @@ def test_a_round_is_settled_while_the_next_one_trains(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("method", [FedAvg(), FOT(threshold=0.5), FOT(threshold=0.5, model="local")])
 @pytest.mark.parametrize("spoilt", [(), (1,), (0, 2, 3), (0, 1, 2, 3, 4)])
 @pytest.mark.parametrize("least", [1, 2])
-def test_a_run_comes_to_the_same(method: Method, spoilt: tuple[int, ...], least: int) -> None:
+@pytest.mark.parametrize("at_once", [None, 1])
+def test_a_run_comes_to_the_same(
+    method: Method, spoilt: tuple[int, ...], least: int, at_once: int | None
+) -> None:
     """Also where a client's numbers are none and rounds are trained anew, and where they are void."""
     left = []
     for defers in (True, False):
-        run = a_run(method, spoilt=spoilt, defers=defers, min_clients=least)
+        run = a_run(method, spoilt=spoilt, defers=defers, at_once=at_once, min_clients=least)
         left.append(what_is_left(run, run()))
     assert left[0] == left[1]
     told = [f for e, f in left[0][2] if e == "round_finished"]
