@@ -91,12 +91,10 @@ def test_wide_layers_are_factored(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {(1, 120, 90), (1, 100, 120)} <= set(made) and (1, CLASSES, 100) not in made
 
 
-@pytest.mark.parametrize("name", ["mlp", "alexnet"])
-def test_what_a_round_gives_may_be_overwritten_by_the_next(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+@pytest.fixture
+def overwritten(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Tree]:
     """As on a GPU, where recordings are replayed into the same tensors, and share the memory they work in."""
-    train, outputs = VectorizedEngine.local_cohort, {}
+    train, outputs = VectorizedEngine.local_cohort, dict[Any, Tree]()
 
     def replayed(self: VectorizedEngine, *rest: Any, **options: Any) -> Tree:
         found = train(self, *rest, **options)
@@ -111,10 +109,25 @@ def test_what_a_round_gives_may_be_overwritten_by_the_next(
         return kept
 
     monkeypatch.setattr(VectorizedEngine, "local_cohort", replayed)
+    return outputs
+
+
+@pytest.mark.parametrize("name", ["mlp", "alexnet"])
+def test_what_a_round_gives_may_be_overwritten_by_the_next(overwritten: dict[Any, Tree], name: str) -> None:
     model, shape = MODELS[name]
     for method in (FedAvg(), FOT(threshold=0.8)):
-        outputs.clear()
+        overwritten.clear()
         assert_engines_agree(model, method, [a_task(shape, (6, 7, 3, 9), t) for t in range(2)], 2, at_once=2)
+
+
+def test_a_piece_that_is_not_finite_is_told_after_later_pieces(overwritten: dict[Any, Tree]) -> None:
+    task = a_task((12,), (6, 6, 6))
+    task.train_x[task.clients[0][0]] = float("nan")
+    network = Network(MODELS["mlp"][0]())
+    engine = VectorizedEngine(network, FedAvg(), Training(batch_size=4), at_once=1)
+    engine.defers = True
+    _, outcome = one_round(engine, Server(network.tree(), {}), task, 0, provisional=True)
+    assert len(overwritten) == 1 and outcome.finite is not None and not outcome.finite
 
 
 class Tied(nn.Module):

@@ -16,7 +16,7 @@ from fot.engines.sequential import SequentialEngine
 from fot.engines.vectorized import VectorizedEngine
 from fot.errors import UserError
 from fot.methods import FedAvg
-from fot.methods.base import Server
+from fot.methods.base import Batch, Method, Server
 from fot.models import mlp
 from fot.network import Network, Tree
 
@@ -110,6 +110,26 @@ def test_what_cannot_be_folded_is_trained_sequentially(model: type[nn.Module], r
     assert engine.fallback is not None and reason in engine.fallback
     wanted, wanted_losses, _ = rounds(SequentialEngine, model, FedAvg(), [task], 2)
     assert losses == wanted_losses and all(torch.equal(got[n], wanted[n]) for n in wanted)
+
+
+class MixingLater(Method):
+    """A loss that sees each sample beside the others of its batch from the second task on."""
+
+    def loss(self, network: Network, params: Tree, batch: Batch, client: Tree) -> Tensor:
+        logits = network(params, batch.x, batch.task, training=True)
+        return batch.cross_entropy(logits - logits.mean(0) if batch.task else logits)
+
+
+def test_whether_a_cohort_can_be_folded_is_found_out_for_each_task() -> None:
+    network = Network(MODELS["mlp"][0](), dtype=torch.float64)
+    engine = VectorizedEngine(network, MixingLater(), Training(batch_size=4, lr=0.05))
+    server = Server(network.tree(), {})
+    one_round(engine, server, a_task((12,), (6, 7, 3)), 0)
+    assert engine.fallback is None
+    with pytest.warns(UserWarning, match="differ from clients trained alone"):
+        one_round(engine, server, a_task((12,), (6, 7, 3), 1), 0)
+    one_round(engine, server, a_task((12,), (6, 7, 3)), 1)
+    assert engine.fallback is None
 
 
 @pytest.mark.parametrize("at_once", [2, 5])
