@@ -160,18 +160,20 @@ def test_numbers_may_go_with_a_launch(device: StandIn) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "second", "recordings"),
+    ("method", "second", "augment", "recordings"),
     [
-        (FedAvg(), [4, 7, 6], 1),
-        (FedAvg(), [7, 4, 6], 1),
-        (FedAvg(), [5, 6, 6], 2),  # other bounds: other steps
-        (FedAvg(), [4, 7, 7], 2),
-        (Proximal(), [4, 7, 6], 2),  # its loss may do something else on another task
+        (FedAvg(), [4, 7, 6], None, 1),
+        (FedAvg(), [7, 4, 6], None, 1),
+        (FedAvg(), [5, 6, 6], None, 2),  # other bounds: other steps
+        (FedAvg(), [4, 7, 7], None, 2),
+        (FedAvg(), [4, 7, 6], lambda x, keys: -x, 2),
+        (Proximal(), [4, 7, 6], None, 2),  # its loss may do something else on another task
     ],
 )
 def test_a_recording_serves_the_next_task_where_that_is_alike(
-    device: StandIn, monkeypatch: pytest.MonkeyPatch, method: Method, second: list[int], recordings: int
-) -> None:
+    device: StandIn, monkeypatch: pytest.MonkeyPatch, method: Method, second: list[int], augment: Any,
+    recordings: int,
+) -> None:  # fmt: skip
     recording, made = engine.GraphedRound, []
     monkeypatch.setattr(engine, "GraphedRound", lambda *rest: made.append(rest) or recording(*rest))
     make, shape = MODELS["mlp"]
@@ -180,9 +182,9 @@ def test_a_recording_serves_the_next_task_where_that_is_alike(
     server = Server({name: t.to(CUDA) for name, t in network.tree().items()}, {})
     trained = VectorizedEngine(network, method, Training(batch_size=4))
     unused = make_aggregation("plain", seed=0).open(range(3), kind="update", path=(0, 0))
-    for index, sizes in enumerate(([4, 7, 6], second)):
+    for index, (sizes, own) in enumerate([([4, 7, 6], None), (second, augment)]):
         x, y = torch.empty(sum(sizes), *shape), torch.empty(sum(sizes), dtype=torch.int64)
-        task = Task(index, "fake", CLASSES, x, y, x[:1], y[:1], torch.arange(len(x)).split(sizes))
+        task = Task(index, "fake", CLASSES, x, y, x[:1], y[:1], torch.arange(len(x)).split(sizes), own)
         for number in range(2):
             one = Round(server, task, range(3), RoundKeys(number, 2, 3), {}, unused)
             trained.local_cohort([one], ([0, 1, 2],), totals=True)
