@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fot.benchmarks.stream import Task
 from fot.engines.base import Training
 from fot.engines.sequential import SequentialEngine
-from fot.engines.vectorized import VectorizedEngine
+from fot.engines.vectorized import VectorizedEngine, steps
 from fot.errors import UserError
 from fot.methods import FedAvg
 from fot.methods.base import Batch, Method, Server
@@ -110,6 +110,15 @@ def test_what_cannot_be_folded_is_trained_sequentially(model: type[nn.Module], r
     assert engine.fallback is not None and reason in engine.fallback
     wanted, wanted_losses, _ = rounds(SequentialEngine, model, FedAvg(), [task], 2)
     assert losses == wanted_losses and all(torch.equal(got[n], wanted[n]) for n in wanted)
+
+
+def test_sums_that_differ_from_those_of_the_clients_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = steps._Dense.total
+    monkeypatch.setattr(steps._Dense, "total", lambda self: right(self) * (1 + 1e-6))
+    network = Network(MODELS["mlp"][0](), dtype=torch.float64)
+    engine = VectorizedEngine(network, FedAvg(), Training(batch_size=4, lr=0.05))
+    with pytest.warns(UserWarning, match="differ from clients trained alone"):
+        one_round(engine, Server(network.tree(), {}), a_task((12,), (6, 7, 3)), 0)
 
 
 class MixingLater(Method):
