@@ -28,6 +28,16 @@ def test_masks_equal_each_clients_own(keys: list[int], rows: int, units: int, p:
         assert torch.equal(together, single)
 
 
+@settings(max_examples=25, deadline=None)
+@given(p=st.floats(1e-9, 1, exclude_max=True))
+def test_a_unit_is_kept_from_the_very_draw_that_reaches_p(p: float) -> None:
+    """A draw is k / 2**24, and is compared with p in float32; by k - 1 the unit is dropped."""
+    drawn = torch.arange(1 << 24, dtype=torch.float32) / 2**24
+    k = int(torch.searchsorted(drawn, torch.tensor(p)))  # the first that is not below p
+    if k < 1 << 24:  # else p is 1 in float32, and nothing is kept
+        assert masks._threshold(p) == (k << 40) - (1 << 63)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("shape", [(400,), (3, 37), (7, 5, 6)])
