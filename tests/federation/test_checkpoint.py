@@ -207,6 +207,8 @@ def test_when_a_checkpoint_is_due(tmp_path, monkeypatch):
     assert [checkpoints.due(n) for n in (1, 2, 3, 4)] == [False, False, True, False]
     now = 121.0
     assert checkpoints.due(1)
+    checkpoints.save(State(Server({}, {})), 0, [])
+    assert not checkpoints.due(1)
     assert not Checkpoints(tmp_path, CheckpointOptions(minutes=0)).due(5)
 
 

@@ -304,6 +304,25 @@ def test_runs_side_by_side_go_on_from_a_common_checkpoint(tmp_path, monkeypatch,
         )
 
 
+def test_where_the_clock_decides_all_runs_are_saved_or_none_is(tmp_path, monkeypatch):
+    """Asked again after a first run was saved, the clock would say that it is not time."""
+    asked, saved, save = set(), [], Checkpoints.save
+
+    def due(self, rounds):
+        first = rounds not in asked
+        asked.add(rounds)
+        return first
+
+    def noted(self, state, *rest):
+        saved.append(state.rounds)
+        save(self, state, *rest)
+
+    monkeypatch.setattr(Checkpoints, "due", due)
+    monkeypatch.setattr(Checkpoints, "save", noted)
+    launch_together(the_jobs(tmp_path))
+    assert saved == [r for r in range(1, 13) for _ in range(4)]  # three tasks of four rounds, four runs
+
+
 def test_finished_runs_are_read_and_the_others_run(tmp_path):
     jobs = the_jobs(tmp_path)
     first = launch(*jobs[0])
