@@ -14,7 +14,8 @@ class FOTAuthors(FOT):
     """FOT with the authors' rank rule, sketched by the last cohort on its own models, G shared by workers.
 
     The rule adds the share that is *not* yet covered, and at least one direction. Worker processes that start
-    from one seed draw the same G, which favours directions that clients share and lowers the ranks.
+    from one seed draw the same G, which favours directions that clients share and lowers the ranks. That the
+    authors' do is inferred, and RESULTS.md says how far it leads to the paper's figures.
 
     Examples
     --------
