@@ -7,6 +7,7 @@ values (they are torch's meta tensors, which pass for CUDA ones), and every oper
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -273,6 +274,34 @@ def test_what_cannot_be_recorded_runs_as_it_is_and_says_so(streams: list[object]
     with pytest.warns(UserWarning, match=r"not recorded.*: not permitted when stream is capturing$"):
         graphed = GraphedRound(waits, {"x": torch.zeros(2)})
     assert streams[1] is streams[0] and graphed({"x": torch.ones(2)})["y"].tolist() == [2, 2]
+
+
+def test_what_is_recorded_is_not_spoilt_by_what_is_freed(
+    monkeypatch: pytest.MonkeyPatch, streams: list[object]
+) -> None:
+    """An older recording is a part of a cycle; a GPU refuses to give it back while it records."""
+    freed: list[bool] = []
+
+    class Recording(Broken):
+        def __exit__(self, *error: object) -> None:
+            torch.cuda.set_stream(streams[0])  # type: ignore[arg-type]
+
+    class Old:
+        def __del__(self) -> None:
+            freed.append(streams[1] is streams[0])
+
+    def forgets(given: Tree) -> Tree:
+        old = Old()
+        old.own = old  # type: ignore[attr-defined]
+        del old
+        kept = [[] for _ in range(2 * gc.get_threshold()[0])]  # enough for the collector to start
+        return {"y": given["x"] + len(kept)}
+
+    monkeypatch.setattr(torch.cuda, "graph", Recording)
+    graphed = GraphedRound(forgets, {"x": torch.zeros(2)})
+    assert gc.isenabled() and graphed.graph is not None
+    gc.collect()
+    assert freed == [True, True]
 
 
 def test_memory_that_ends_within_a_recording_is_no_reason_to_do_without(streams: list[object]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -35,7 +37,7 @@ class GraphedRound:
         try:
             # What other threads ask of the device meanwhile is their own affair, and does not spoil this.
             pool = next((other.graph.pool() for other in beside if other.graph), None)
-            with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
+            with uncollected(), torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
                 self.outputs = function(self.inputs)
         except RuntimeError as error:
             self.graph = None
@@ -55,3 +57,15 @@ class GraphedRound:
             torch._foreach_copy_([self.inputs[name] for name in names], [inputs[name] for name in names])
         self.graph.replay()
         return dict(self.outputs)
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Keep the garbage collector from its work: an old recording that it frees would spoil one being made."""
+    works = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if works:
+            gc.enable()
