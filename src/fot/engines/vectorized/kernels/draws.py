@@ -26,10 +26,11 @@ def bits(of: Tensor, counter: Tensor) -> Tensor:
 
 
 def _drawn(key: Tensor, index: Tensor, draws: bool) -> Tensor:
-    shape = torch.broadcast_shapes(key.shape, index.shape)
+    keys, indices = torch.broadcast_tensors(key, index)  # ``broadcast_shapes`` takes seconds to import sympy
+    shape = keys.shape
     assert len(shape) <= 2
     flat = (*(1,) * (2 - len(shape)), *shape)
-    keys, indices = key.expand(flat), index.expand(flat)
+    keys, indices = keys.expand(flat), indices.expand(flat)
     out = torch.empty(flat, dtype=torch.int64, device=key.device)
     _draw[(triton.cdiv(out.numel(), 512),)](
         keys, indices, out, out.numel(), flat[1], *keys.stride(), *indices.stride(), draws, 512
