@@ -83,7 +83,7 @@ def test_wide_layers_are_factored_by_kernels(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(steps._Factored, "__init__", note)
     model = lambda: mlp(inputs=60, hidden=(90, 80), classes=CLASSES, dropout=(0.2, 0.5))  # noqa: E731
-    agree(model, FedAvg(), [a_task((60,), (4, 5, 2))], 2)
+    agree(model, FedAvg(), [a_task((60,), (4, 6, 2))], 2)
     assert made[-4:] == [(1, 90, 60), (1, 80, 90)] * 2  # and not the last layer, in neither round
 
 

@@ -307,7 +307,7 @@ class VectorizedEngine(SequentialEngine):
                 held, inputs["clients"], inputs["keys"], shortest=shortest, longest=longest,
                 epochs=training.epochs, batch_size=training.batch_size, dtype=self.network.dtype,
             )  # fmt: skip
-            number = -(-longest // training.batch_size) * training.epochs
+            number = training.epochs * longest / min(longest, training.batch_size)
             try:
                 changes = self._local.run(
                     _under("models/", inputs), _under("shared/", inputs), held.tasks[0].index,

@@ -75,7 +75,7 @@ class LocalTraining:
         task: int,
         clients: int,
         steps: Iterator[Step],
-        number: int,
+        number: float,
         state: Tree,
         *,
         totals: bool,
@@ -89,7 +89,7 @@ class LocalTraining:
         shared
             What of the model is the same in all runs and is not trained.
         steps, number
-            The steps of the round, and how many there are.
+            The steps of the round, and how many there are, counted in the first one's samples.
         state
             The clients' own states, stacked.
         totals

@@ -24,8 +24,8 @@ class Pace:
     """How far the current step goes: the same for all layers."""
 
     lr: float
-    steps: int
-    """Steps in the round: what a factored history must hold."""
+    steps: float
+    """Steps in the round, counted in the first one's samples: what a factored history must hold."""
     keep: float | Tensor = 1.0
     """1 - lr·(weight decay); ``[C]`` where some clients have no samples in this step and stay put."""
 

@@ -26,6 +26,9 @@ from fot.engines.vectorized.pace import NeedsAutograd, Pace, spread, total_chang
 from fot.engines.vectorized.products import Convolution, Linear, lowered, owned
 from fot.engines.vectorized.tail import Tail
 
+TILE, TILES = 128, 200
+"""The side of a product's tile on a GPU, and how many tiles fill one."""
+
 
 class LocalWeight:
     """The clients' own weights of one linear or convolutional layer, through one round.
@@ -89,7 +92,7 @@ class LocalWeight:
             form = _Filters if operation.by_kernels(x) else _Dense
             return form(self.sent, self.clients)
         outputs, inputs = self.sent.shape[1:]
-        rows = x.numel() // inputs // self.clients * self.pace.steps
+        rows = round(x.numel() / inputs / self.clients * self.pace.steps)
         dense, factored = inputs * outputs, rows * (inputs + outputs)
         if kernels.at_hand(x.device):
             # A GPU waits for memory. Dense weights are read twice a step and written once. Of the factors
@@ -250,11 +253,28 @@ class _Factored:
         return torch.baddbmm(spread(self.sent, len(x)), d.mT, x, alpha=-self.lr).mul_(self.scale)
 
     def total(self) -> Tensor:
-        """Σ s·(W - lr·Σ D_hᵀX_h) - W over each model's clients: one product over all their rows."""
-        models = len(self.sent)
-        x = self.x[:, : self.filled].reshape(models, -1, self.x.shape[-1])
-        d = (self.d[:, : self.filled] * self.scale).reshape(models, -1, self.d.shape[-1])
-        scale = self.x.new_ones(self.clients, 1, 1, dtype=torch.float64) * self.scale
+        """Σ s·(W - lr·Σ D_hᵀX_h) - W over each model's clients: one product over the rows of many."""
+        models, parts = len(self.sent), self._parts()
+        x, d = self.x[:, : self.filled], self.d[:, : self.filled]
+        factor = self.lr
+        if isinstance(self.scale, Tensor):
+            d = d * self.scale
+        else:
+            factor *= self.scale
+        products = torch.bmm(
+            d.reshape(models * parts, -1, d.shape[-1]).mT, x.reshape(models * parts, -1, x.shape[-1])
+        )
+        along = products.view(models, parts, *self.sent.shape[1:]).sum(1, dtype=torch.float64)
+        scale = x.new_ones(self.clients, 1, 1, dtype=torch.float64) * self.scale
         scale = scale.view(models, -1, 1)
         decayed = self.sent.double() * (scale.sum(1, keepdim=True) - scale.shape[1])
-        return decayed.sub_(torch.bmm(d.mT, x), alpha=self.lr)
+        return decayed.sub_(along, alpha=factor)
+
+    def _parts(self) -> int:
+        """Parts of a model's clients that are summed on their own: a GPU has room for many tiles at once."""
+        models, outputs, inputs = self.sent.shape
+        clients = self.clients // models
+        if not kernels.at_hand(self.sent.device):
+            return 1
+        tiles = models * -(-outputs // TILE) * -(-inputs // TILE)
+        return next((n for n in range(1, clients) if clients % n == 0 and tiles * n >= TILES), clients)
