@@ -13,7 +13,8 @@ pytest.importorskip("triton")
 
 SCRIPT = Path(__file__).with_name("compiled_kernels.py")
 LINEAR = {"draws._draw", "linear._backward", "linear._cross_entropy", "tails._forward", "tails._total_change"}
-MAPS = LINEAR | {"convolve._forward", "convolve._samples_gradient", "convolve._step", "tails._backward"}
+CONVOLVE = {f"convolve._{n}" for n in ("forward", "samples_gradient", "step", "settled")}
+MAPS = LINEAR | CONVOLVE | {"tails._backward"}
 
 
 @pytest.mark.parametrize(

@@ -138,14 +138,22 @@ def test_a_sum_over_many_rows_is_split_by_itself(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("outputs", [10, 40, 70, 100])
 @pytest.mark.parametrize("inputs", [3, 20])
-def test_tiles_of_a_product_that_rounds(monkeypatch: pytest.MonkeyPatch, inputs: int, outputs: int) -> None:
+@pytest.mark.parametrize("filled", [False, True])
+def test_tiles_of_a_product_that_rounds(
+    monkeypatch: pytest.MonkeyPatch, inputs: int, outputs: int, filled: bool
+) -> None:
     """Large ones, which a GPU takes where it may round factors; the interpreter rounds none."""
     monkeypatch.setattr(convolve, "precision", lambda x: "tf32")
+    if filled:  # as by many clients
+        monkeypatch.setattr(convolve, "PROCESSORS", 1)
+        monkeypatch.setattr(convolve, "MANY", 1)
     near = 1e-6 if DEVICE.type == "cpu" else 5e-3
     window, size = Window((3, 2), (2, 1), (1, 0)), (5, 6)
     x, w = gaussian(2 * 3, inputs, 9, 7).float(), gaussian(2, outputs, inputs, 3, 2, seed=1).float()
     d = gaussian(2 * 3, outputs, *size, seed=2).float()
-    assert convolve._tiles(last(x), 90, outputs, inputs) != convolve.SMALL
+    tiles = convolve._tiles(last(x), 2, 90, outputs, inputs)
+    assert tiles != convolve.SMALL
+    assert (tiles.rows == 64) == (outputs > 64 and not filled)
     both = [
         (one.double().requires_grad_(), own.double().requires_grad_())
         for one, own in zip(x.chunk(2), w, strict=True)

@@ -23,6 +23,8 @@ FEW = 16
 """Channels below which the taps of a window's row are taken together: a product has a least depth."""
 PROGRAMS, MANY = 1024, 300
 """Programs among which a sum over rows is split, where a layer has not so many tiles that they fill a GPU."""
+PROCESSORS = 132
+"""Multiprocessors of a GPU: an H200's."""
 SPLIT_ROWS = 512
 """Rows that a part of such a sum has at least."""
 
@@ -48,9 +50,9 @@ def forward(
     clients, outputs, kh, kw, inputs = w.shape
     rows = len(x) // clients * size[0] * size[1]
     y = x.new_empty(len(x), *size, outputs)
-    t = tiles or _tiles(x, rows, outputs, kw * inputs if inputs < FEW else inputs)
+    t = tiles or _tiles(x, clients, rows, outputs, kw * inputs if inputs < FEW else inputs)
     _forward[_cells(rows, t.rows) * _cells(outputs, t.columns), clients](
-        x, w, y, rows, *x.shape[1:3], *size, *window.before, w.stride(0),
+        x, w, y, rows, w.stride(0), *x.shape[1:3], *size, *window.before,
         inputs, outputs, kh, kw, *window.stride, inputs < FEW, _reaches_out(x, window, size), precision(x),
         *t[:3], num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
@@ -67,9 +69,9 @@ def samples_gradient(
     x = d.new_empty(len(d), *size, inputs)
     # Pixels that windows meet alike, every stride-th one, are taken together.
     rows = len(d) // clients * _cells(size[0], sh) * _cells(size[1], sw)
-    t = tiles or _tiles(d, rows, inputs, outputs)
+    t = tiles or _tiles(d, clients * sh * sw, rows, inputs, outputs)
     _samples_gradient[_cells(rows, t.rows) * _cells(inputs, t.columns), clients, sh * sw](
-        d, turned, x, rows, *size, *d.shape[1:3], *window.before, turned.stride(0),
+        d, turned, x, rows, turned.stride(0), *size, *d.shape[1:3], *window.before,
         inputs, outputs, kh, kw, sh, sw, precision(d), *t[:3], num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
     return x
@@ -90,7 +92,7 @@ def step(
     """Write keep·W - lr·(the gradient at the filters) to ``out``, which may be ``w``, and to ``turned``."""
     clients, outputs, kh, kw, inputs = w.shape
     rows, columns = len(x) // clients * d.shape[1] * d.shape[2], kh * kw * inputs
-    t = tiles or _step_tiles(x, outputs, columns)
+    t = tiles or _step_tiles(x, clients, outputs, columns)
     cells = _cells(outputs, t.rows) * _cells(columns, t.columns)
     if splits is None:
         few = cells * clients < MANY
@@ -99,20 +101,22 @@ def step(
     splits = _cells(rows, share)
     target = x.new_empty(splits, *out.shape, dtype=out.dtype) if splits > 1 else out
     _step[cells, clients, splits](
-        d, x, w, target, out if turned is None else turned, rows, share, *x.shape[1:3], *d.shape[1:3],
-        *window.before, w.stride(0), keep, lr, inputs, outputs, kh, kw, *window.stride,
+        d, x, w, target, out if turned is None else turned, rows, share, w.stride(0),
+        keep, lr, *x.shape[1:3], *d.shape[1:3], *window.before, inputs, outputs, kh, kw, *window.stride,
         _reaches_out(x, window, (d.shape[1], d.shape[2])), splits > 1, turned is not None, precision(x),
         *t[:3], num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
     if splits > 1:
-        torch.add(w * keep, target.sum(0), alpha=-lr, out=out)
-        if turned is not None:
-            turned.copy_(out.transpose(1, 4))
+        _settled[triton.cdiv(outputs * columns, 256), clients](
+            target, w, out, out if turned is None else turned, w.stride(0), splits, keep, lr, outputs,
+            columns, kh * kw, turned is not None, 8, 256,
+        )  # fmt: skip
 
 
 @triton.jit
 def _forward(
-    x, w, y, rows, H, W, OH, OW, above, left, of_client,
+    x, w, y, rows, of_client, H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr,
+    ABOVE: tl.constexpr, LEFT: tl.constexpr,  # constants: to divide by a number that is passed takes long
     I: tl.constexpr, O: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr,
     BY_ROW: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -124,7 +128,7 @@ def _forward(
     pieces: tl.constexpr = (run + BK - 1) // BK
     m = tile // across * BM + tl.arange(0, BM)
     n = tile % across * BN + tl.arange(0, BN)
-    top, start, image = m // OW % OH * SH - above, m % OW * SW - left, m // (OW * OH)
+    top, start, image = m // OW % OH * SH - ABOVE, m % OW * SW - LEFT, m // (OW * OH)
     x += client * (rows // (OH * OW)) * H * W * I
     w += client * of_client
     begin = ((image * H + top) * W + start) * I
@@ -152,7 +156,8 @@ def _forward(
 
 @triton.jit
 def _samples_gradient(
-    d, turned, x, rows, H, W, OH, OW, above, left, of_client,
+    d, turned, x, rows, of_client, H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr,
+    ABOVE: tl.constexpr, LEFT: tl.constexpr,
     I: tl.constexpr, O: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -164,9 +169,9 @@ def _samples_gradient(
     m = tile // across * BM + tl.arange(0, BM)
     n = tile % across * BN + tl.arange(0, BN)
     image, u, v = m // (UW * UH), m // UW % UH, m % UW
-    # Pixel qh + SH·u lies under row kh of the window at oh where SH·oh + kh = qh + SH·u + above.
-    kh0, kw0 = (qh + above) % SH, (qw + left) % SW
-    oh0, ow0 = u + (qh + above) // SH, v + (qw + left) // SW
+    # Pixel qh + SH·u lies under row kh of the window at oh where SH·oh + kh = qh + SH·u + ABOVE.
+    kh0, kw0 = (qh + ABOVE) % SH, (qw + LEFT) % SW
+    oh0, ow0 = u + (qh + ABOVE) // SH, v + (qw + LEFT) // SW
     high, wide = (KH - kh0 + SH - 1) // SH, (KW - kw0 + SW - 1) // SW
     d += client * (rows // (UH * UW)) * OH * OW * O
     turned += client * of_client
@@ -190,8 +195,10 @@ def _samples_gradient(
 
 @triton.jit
 def _step(
-    d, x, w, out, turned, rows, share, H, W, OH, OW, above, left, of_client,
+    d, x, w, out, turned, rows, share, of_client,
     KEEP: tl.constexpr, LR: tl.constexpr,  # constants: numbers that are passed lose half of their digits
+    H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, ABOVE: tl.constexpr,
+    LEFT: tl.constexpr,
     I: tl.constexpr, O: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr,
     PADDED: tl.constexpr, PARTIAL: tl.constexpr, TURNED: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -207,7 +214,7 @@ def _step(
     acc = tl.zeros((BM, BN), dtype=tl.float64 if d.dtype.element_ty == tl.float64 else tl.float32)
     for begin in range(split * share, min(rows, split * share + share), BK):
         m = begin + tl.arange(0, BK)
-        top, start, image = m // OW % OH * SH - above, m % OW * SW - left, m // (OW * OH)
+        top, start, image = m // OW % OH * SH - ABOVE, m % OW * SW - LEFT, m // (OW * OH)
         good = (m < rows)[None, :] & (o < O)[:, None]
         a = tl.load(d + (m * O)[None, :] + o[:, None], mask=good, other=0.0)
         here = (m < rows)[:, None] & (n < columns)[None, :]
@@ -229,22 +236,51 @@ def _step(
             tl.store(turned + client * O * columns + at, new, mask=good)
 
 
-def _tiles(x: Tensor, rows: int, columns: int, run: int) -> Tiles:
+@triton.jit
+def _settled(
+    parts, w, out, turned, of_client, splits, KEEP: tl.constexpr, LR: tl.constexpr, O: tl.constexpr,
+    COLUMNS: tl.constexpr, TAPS: tl.constexpr, TURNED: tl.constexpr, SOME: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    client = tl.program_id(1).to(tl.int64)
+    u = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = u < O * COLUMNS
+    gradient = tl.zeros((SOME, BLOCK), dtype=tl.float64 if out.dtype.element_ty == tl.float64 else tl.float32)
+    for begin in range(0, splits, SOME):
+        split = begin + tl.arange(0, SOME)
+        at = ((split * tl.num_programs(1) + client) * (O * COLUMNS))[:, None] + u[None, :]
+        gradient += tl.load(parts + at, mask=(split < splits)[:, None] & there[None, :], other=0.0)
+    old = tl.load(w + client * of_client + u, mask=there, other=0.0)
+    new = KEEP * old - LR * tl.sum(gradient, axis=0)
+    tl.store(out + client * (O * COLUMNS) + u, new, mask=there)
+    if TURNED:
+        I: tl.constexpr = COLUMNS // TAPS
+        o, tap, i = u // COLUMNS, u // I % TAPS, u % I
+        tl.store(turned + client * (O * COLUMNS) + (i * TAPS + tap) * O + o, new, mask=there)
+
+
+def _tiles(x: Tensor, clients: int, rows: int, columns: int, run: int) -> Tiles:
     """A fixed rule: what is chosen by measuring would round otherwise from run to run."""
     if precision(x) == "ieee" and x.dtype != torch.bfloat16:
         return SMALL
     wide = 16 if columns <= 16 else 32 if columns <= 32 else 64 if columns <= 64 else 128
     high = 32 if rows <= 32 else 64 if rows <= 64 else 128
+    if (high, wide) == (128, 128):
+        # A multiprocessor holds two such tiles, or three of half the height: which way takes less rounds?
+        tall, low = (_cells(rows, side) * _cells(columns, wide) * clients for side in (128, 64))
+        if 0.75 * _cells(low, 3 * PROCESSORS) < _cells(tall, 2 * PROCESSORS):
+            return Tiles(64, 128, 32, 4, 3)
     deep = 16 if run <= 48 and run % 32 in range(1, 17) else 32
     return Tiles(high, wide, deep, 8 if wide == 128 else 4, 4 if deep == 16 else 3)
 
 
-def _step_tiles(x: Tensor, outputs: int, columns: int) -> Tiles:
+def _step_tiles(x: Tensor, clients: int, outputs: int, columns: int) -> Tiles:
     """Two warps a tile: with four a GPU takes another way to multiply, which loses where rows are summed."""
     if precision(x) == "ieee" and x.dtype != torch.bfloat16:
         return SMALL
-    if outputs > 64:
-        return Tiles(128 if outputs > 96 else 64, 64, 32, 2, 3)
+    if outputs > 96 and _cells(outputs, 128) * _cells(columns, 64) * clients >= MANY:
+        return Tiles(128, 64, 16, 2, 4)
+    if outputs > 64:  # small tiles cost less than sums that are split
+        return Tiles(64, 64, 32, 2, 3)
     if outputs > 32:
         return Tiles(64, 64, 16, 2, 4)
     return Tiles(32 if outputs > 16 else 16, 32 if columns <= 32 else 64, 32, 2, 3)

@@ -56,12 +56,16 @@ def _backward(
         at = o[:, None] * I + i[None, :]
         there = (o < O)[:, None] & (i < I)[None, :]
         old = tl.load(w + at, mask=there, other=0.0)
-        along = tl.load(
-            d + m[:, None] * O + o[None, :], mask=(m < rows)[:, None] & (o < O)[None, :], other=0.0
+        # Read both ways round: what two products want in different orders is not read ahead.
+        turned = tl.load(
+            d + m[None, :] * O + o[:, None], mask=(m < rows)[None, :] & (o < O)[:, None], other=0.0
         )
         if SAMPLES:
+            along = tl.load(
+                d + m[:, None] * O + o[None, :], mask=(m < rows)[:, None] & (o < O)[None, :], other=0.0
+            )
             acc = tl.dot(along, old.to(along.dtype), acc, input_precision=PRECISION, out_dtype=kind)
-        change = tl.dot(tl.trans(along), own, input_precision=PRECISION, out_dtype=kind)
+        change = tl.dot(turned, own, input_precision=PRECISION, out_dtype=kind)
         tl.store(out + at, KEEP * old - LR * change, mask=there)
     if SAMPLES:
         at = client * rows * I + m[:, None] * I + i[None, :]

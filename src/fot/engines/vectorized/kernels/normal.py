@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS, COLUMNS, BLOCK = 64, 32, 256
+ROWS, COLUMNS = 32, 32
+SOME, BLOCK = 64, 32
 PROGRAMS = 1024
 """Programs among which the rows are split."""
 
@@ -41,7 +42,7 @@ def statistics(z: Tensor, clients: int, weight: Tensor | None, bias: Tensor | No
     units = mean.numel()
     _statistics[(triton.cdiv(units, BLOCK),)](
         sums, weight, bias, mean, inverse, gain, shift, units, len(sums), 1 / rows, eps,
-        weight is not None, bias is not None, BLOCK,
+        weight is not None, bias is not None, SOME, BLOCK,
     )  # fmt: skip
     return Statistics(mean, inverse, gain, shift)
 
@@ -54,7 +55,7 @@ def backward(d: Tensor, z: Tensor, known: Statistics) -> tuple[Tensor, Tensor, T
     units = of_z.numel()
     _factors[(triton.cdiv(units, BLOCK),)](
         sums, known.mean, known.inverse, known.gain, of_weight, of_bias, of_z, rest, units, len(sums),
-        1 / rows, BLOCK,
+        1 / rows, SOME, BLOCK,
     )  # fmt: skip
     below, units = torch.empty_like(d), d.numel() // clients
     _below[triton.cdiv(units, 1024), clients](d, z, known.gain, of_z, rest, below, units, channels, 1024)
@@ -94,23 +95,26 @@ def _summed(z, d, sums, rows, share, channels, OF_D: tl.constexpr, BM: tl.conste
 
 
 @triton.jit
-def _added(sums, u, there, units, parts, BLOCK: tl.constexpr):
-    first = tl.zeros((BLOCK,), dtype=tl.float64)
-    second = tl.zeros((BLOCK,), dtype=tl.float64)
-    for part in range(parts):
-        first += tl.load(sums + part * 2 * units + u, mask=there, other=0.0)
-        second += tl.load(sums + (part * 2 + 1) * units + u, mask=there, other=0.0)
-    return first, second
+def _added(sums, u, there, units, parts, SOME: tl.constexpr, BLOCK: tl.constexpr):
+    first = tl.zeros((SOME, BLOCK), dtype=tl.float64)
+    second = tl.zeros((SOME, BLOCK), dtype=tl.float64)
+    for begin in range(0, parts, SOME):  # so many at once, or each would wait for the one before
+        part = begin + tl.arange(0, SOME)
+        at = sums + (part * 2 * units)[:, None] + u[None, :]
+        inside = (part < parts)[:, None] & there[None, :]
+        first += tl.load(at, mask=inside, other=0.0)
+        second += tl.load(at + units, mask=inside, other=0.0)
+    return tl.sum(first, axis=0), tl.sum(second, axis=0)
 
 
 @triton.jit
 def _statistics(
     sums, weight, bias, mean, inverse, gain, shift, units, parts, SHARE: tl.constexpr, EPS: tl.constexpr,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, SOME: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     u = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = u < units
-    first, second = _added(sums, u, there, units, parts, BLOCK)
+    first, second = _added(sums, u, there, units, parts, SOME, BLOCK)
     centre = first * SHARE
     variance = second * SHARE - centre * centre
     factor = 1.0 / tl.sqrt(tl.where(variance < 0, 0.0, variance) + EPS)  # NaN stays
@@ -128,11 +132,11 @@ def _statistics(
 @triton.jit
 def _factors(
     sums, mean, inverse, gain, of_weight, of_bias, of_z, rest, units, parts, SHARE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SOME: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     u = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = u < units
-    first, second = _added(sums, u, there, units, parts, BLOCK)
+    first, second = _added(sums, u, there, units, parts, SOME, BLOCK)
     centre, factor = tl.load(mean + u, mask=there, other=0.0), tl.load(inverse + u, mask=there, other=0.0)
     along = factor * (second - centre * first)  # Σ d·(z - mean)·inverse
     own = tl.load(gain + u, mask=there, other=0.0).to(tl.float64)

@@ -68,7 +68,7 @@ def backward(
         columns = min(64, triton.next_power_of_2(d.shape[-1]))
         _stepped_bias[triton.cdiv(d.shape[-1], columns), clients](
             d, y, dz, values, d[..., 0].numel() // clients, _scale(p), keep, lr, d.shape[-1], y is not None,
-            32, columns,
+            64, columns,
         )  # fmt: skip
     elif y is not None:
         units = dz.numel() // clients
@@ -192,23 +192,27 @@ def total_change(stack: Tensor, sent: Tensor) -> Tensor:
     models, units = len(sent), sent[0].numel()
     change = torch.empty(sent.shape, dtype=torch.float64, device=sent.device)
     _total_change[triton.cdiv(units, 256), models](
-        stack, sent, change, units, sent.stride(0), len(stack) // models, 256
+        stack, sent, change, units, sent.stride(0), len(stack) // models, 16, 256
     )
     return change
 
 
 @triton.jit
-def _total_change(stack, sent, change, units, of_model, clients, BLOCK: tl.constexpr):
+def _total_change(
+    stack, sent, change, units, of_model, clients, SOME: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     model = tl.program_id(1).to(tl.int64)
     u = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = u < units
     base = tl.load(sent + model * of_model + u, mask=there, other=0.0).to(tl.float64)
-    total = tl.zeros((BLOCK,), dtype=tl.float64)
-    stack += model * clients * units
-    for _ in range(clients):
-        total += tl.load(stack + u, mask=there, other=0.0).to(tl.float64) - base
-        stack += units
-    tl.store(change + model * units + u, total, mask=there)
+    total = tl.zeros((SOME, BLOCK), dtype=tl.float64)
+    for begin in range(0, clients, SOME):  # so many at once, or each would wait for the one before
+        client = begin + tl.arange(0, SOME)
+        at = stack + (model * clients + client)[:, None] * units + u[None, :]
+        inside = (client < clients)[:, None] & there[None, :]
+        own = tl.load(at, mask=inside, other=0.0).to(tl.float64)
+        total += tl.where(inside, own - base[None, :], 0.0)
+    tl.store(change + model * units + u, tl.sum(total, axis=0), mask=there)
 
 
 def _least(p: float) -> int:
