@@ -73,7 +73,12 @@ def test_a_client_alone() -> None:
     agree(model, FedAvg(), [a_task((2, 6, 6), (4, 3))], 2, at_once=1)
 
 
-def test_wide_layers_are_factored_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("sizes", "tiles"), [((4, 6, 2), 200), ((4, 6, 2, 5), 2), ((4, 6), 1)])
+def test_wide_layers_are_factored_by_kernels(
+    monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], tiles: int
+) -> None:
+    """Their sum is taken in as many parts as fill a GPU with tiles: here in three, two and one."""
+    monkeypatch.setattr(steps, "TILES", tiles)
     made = []
     start = steps._Factored.__init__
 
@@ -83,7 +88,7 @@ def test_wide_layers_are_factored_by_kernels(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(steps._Factored, "__init__", note)
     model = lambda: mlp(inputs=60, hidden=(90, 80), classes=CLASSES, dropout=(0.2, 0.5))  # noqa: E731
-    agree(model, FedAvg(), [a_task((60,), (4, 6, 2))], 2)
+    agree(model, FedAvg(), [a_task((60,), sizes)], 2)
     assert made[-4:] == [(1, 90, 60), (1, 80, 90)] * 2  # and not the last layer, in neither round
 
 

@@ -11,7 +11,7 @@ traffic of "form the gradients, then step". Two forms, both exact:
 
 Clients of several runs may train at once: R models, the same number of clients from each, run after run.
 Where only sums are wanted, ``total`` forms them without the clients' own weights: of factored ones, by
-one product over the rows of all clients.
+a product over the rows of many clients at once.
 """
 
 from __future__ import annotations
