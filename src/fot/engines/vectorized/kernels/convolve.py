@@ -23,10 +23,10 @@ FEW = 16
 """Channels below which the taps of a window's row are taken together: a product has a least depth."""
 PROGRAMS, MANY = 1024, 300
 """Programs among which a sum over rows is split, where a layer has not so many tiles that they fill a GPU."""
-PROCESSORS = 132
-"""Multiprocessors of a GPU: an H200's."""
 SPLIT_ROWS = 512
 """Rows that a part of such a sum has at least."""
+PROCESSORS = 132
+"""Multiprocessors of a GPU: an H200's."""
 
 
 class Tiles(NamedTuple):
@@ -265,7 +265,7 @@ def _tiles(x: Tensor, clients: int, rows: int, columns: int, run: int) -> Tiles:
     wide = 16 if columns <= 16 else 32 if columns <= 32 else 64 if columns <= 64 else 128
     high = 32 if rows <= 32 else 64 if rows <= 64 else 128
     if (high, wide) == (128, 128):
-        # A multiprocessor holds two such tiles, or three of half the height: which way takes less rounds?
+        # A multiprocessor holds two such tiles, or three of half the height: which way takes less time?
         tall, low = (_cells(rows, side) * _cells(columns, wide) * clients for side in (128, 64))
         if 0.75 * _cells(low, 3 * PROCESSORS) < _cells(tall, 2 * PROCESSORS):
             return Tiles(64, 128, 32, 4, 3)

@@ -15,7 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS, COLUMNS = 32, 32
+"""The tile of the maps that a program sums at a time."""
 SOME, BLOCK = 64, 32
+"""The tile of those programs' sums."""
 PROGRAMS = 1024
 """Programs among which the rows are split."""
 
