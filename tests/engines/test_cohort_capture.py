@@ -277,22 +277,24 @@ def test_what_cannot_be_recorded_runs_as_it_is_and_says_so(streams: list[object]
 
 
 def test_what_is_recorded_is_not_spoilt_by_what_is_freed(
-    monkeypatch: pytest.MonkeyPatch, streams: list[object]
+    monkeypatch: pytest.MonkeyPatch, streams: list[Any]
 ) -> None:
     """An older recording is a part of a cycle; a GPU refuses to give it back while it records."""
     freed: list[bool] = []
 
     class Recording(Broken):
         def __exit__(self, *error: object) -> None:
-            torch.cuda.set_stream(streams[0])  # type: ignore[arg-type]
+            torch.cuda.set_stream(streams[0])
 
     class Old:
+        own: Old
+
         def __del__(self) -> None:
             freed.append(streams[1] is streams[0])
 
     def forgets(given: Tree) -> Tree:
         old = Old()
-        old.own = old  # type: ignore[attr-defined]
+        old.own = old
         del old
         kept = [[] for _ in range(2 * gc.get_threshold()[0])]  # enough for the collector to start
         return {"y": given["x"] + len(kept)}

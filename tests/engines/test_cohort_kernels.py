@@ -73,23 +73,32 @@ def test_a_client_alone() -> None:
     agree(model, FedAvg(), [a_task((2, 6, 6), (4, 3))], 2, at_once=1)
 
 
-@pytest.mark.parametrize(("sizes", "tiles"), [((4, 6, 2), 200), ((4, 6, 2, 5), 2), ((4, 6), 1)])
+@pytest.mark.parametrize(
+    ("sizes", "enough", "parts"), [((4, 6, 2), 200, 3), ((4, 6, 2, 5), 2, 2), ((4, 6), 1, 1)]
+)
 def test_wide_layers_are_factored_by_kernels(
-    monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], tiles: int
+    monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], enough: int, parts: int
 ) -> None:
-    """Their sum is taken in as many parts as fill a GPU with tiles: here in three, two and one."""
-    monkeypatch.setattr(steps, "TILES", tiles)
-    made = []
-    start = steps._Factored.__init__
+    """A table holds the rows of a round and no more; a sum is taken in as many parts as fill a GPU."""
+    monkeypatch.setattr(steps, "ENOUGH", enough)
+    made, tables, taken = [], [], []
+    start, count = steps._Factored.__init__, steps._Factored._parts
 
-    def note(self: Any, weight: Tensor, *rest: Any) -> None:
+    def note(self: Any, weight: Tensor, clients: int, rows: int) -> None:
         made.append(tuple(weight.shape))
-        start(self, weight, *rest)
+        tables.append(rows)
+        start(self, weight, clients, rows)
+
+    def counted(self: Any) -> int:
+        taken.append(count(self))
+        return taken[-1]
 
     monkeypatch.setattr(steps._Factored, "__init__", note)
+    monkeypatch.setattr(steps._Factored, "_parts", counted)
     model = lambda: mlp(inputs=60, hidden=(90, 80), classes=CLASSES, dropout=(0.2, 0.5))  # noqa: E731
     agree(model, FedAvg(), [a_task((60,), sizes)], 2)
     assert made[-4:] == [(1, 90, 60), (1, 80, 90)] * 2  # and not the last layer, in neither round
+    assert tables[-4:] == [6] * 4 and taken[-4:] == [parts] * 4
 
 
 @pytest.mark.usefixtures("untried")

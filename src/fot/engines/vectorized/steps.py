@@ -26,8 +26,8 @@ from fot.engines.vectorized.pace import NeedsAutograd, Pace, spread, total_chang
 from fot.engines.vectorized.products import Convolution, Linear, lowered, owned
 from fot.engines.vectorized.tail import Tail
 
-TILE, TILES = 128, 200
-"""The side of a product's tile on a GPU, and how many tiles fill one."""
+TILE, ENOUGH = 128, 200
+"""The side of a product's tile on a GPU, and how many of them fill one."""
 
 
 class LocalWeight:
@@ -277,4 +277,4 @@ class _Factored:
         if not kernels.at_hand(self.sent.device):
             return 1
         tiles = models * -(-outputs // TILE) * -(-inputs // TILE)
-        return next((n for n in range(1, clients) if clients % n == 0 and tiles * n >= TILES), clients)
+        return next((n for n in range(1, clients) if clients % n == 0 and tiles * n >= ENOUGH), clients)
