@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from fot.dropout import keyed_dropout
 from fot.engines.sequential import SequentialEngine
 from fot.engines.vectorized import Fold, VectorizedEngine, steps
-from fot.engines.vectorized.kernels import tails
+from fot.engines.vectorized.kernels import linear, tails
 from fot.engines.vectorized.masks import cohort_dropout
 from fot.engines.vectorized.pending import Pending
 from fot.engines.vectorized.products import Convolution, product
@@ -182,19 +182,22 @@ FUSED: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
 def test_what_follows_a_product_is_done_with_it(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """By one kernel for all of it where that can be; where it cannot, torch does it, and it is right."""
     made: list[str] = []
-    forward = tails.forward
 
-    def note(z: Tensor, clients: int, **parts: Any) -> Any:
-        there = {part: parts.get(part) is not None for part in ("gain", "bias", "other")}
-        there |= {"relu": parts.get("relu"), "drop": parts.get("keys") is not None}
-        there |= {"pool": parts.get("pool", 1) > 1}
-        made.append(" ".join(part for part in there if there[part]))
-        return forward(z, clients, **parts)
+    def noted(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def note(*given: Any, **parts: Any) -> Any:
+            there = {part: parts.get(part) is not None for part in ("gain", "bias", "other")}
+            there |= {"relu": parts.get("relu"), "drop": parts.get("keys") is not None}
+            there |= {"pool": parts.get("pool", 1) > 1}
+            made.append(" ".join(part for part in there if there[part]))
+            return forward(*given, **parts)
+
+        return note
 
     def refuse(self: steps.LocalWeight) -> None:
         pytest.fail(f"{self.name} is left to autograd")
 
-    monkeypatch.setattr(tails, "forward", note)
+    for products in (tails, linear):
+        monkeypatch.setattr(products, "forward", noted(products.forward))
     monkeypatch.setattr(steps.LocalWeight, "refuse", refuse)
     model, wanted = FUSED[name]
     shape = SMALL_MAPS if "CIFAR" in name else (2, 4, 4)

@@ -12,7 +12,10 @@ import pytest
 pytest.importorskip("triton")
 
 SCRIPT = Path(__file__).with_name("compiled_kernels.py")
-LINEAR = {"draws._draw", "linear._backward", "linear._cross_entropy", "tails._forward", "tails._total_change"}
+LINEAR = {"draws._draw", "tails._forward", "tails._total_change"} | {
+    f"linear._{n}" for n in ("forward", "backward", "cross_entropy")
+}
+FACTORED = LINEAR | {"linear._append"}
 CONVOLVE = {f"convolve._{n}" for n in ("forward", "samples_gradient", "step", "settled")}
 MAPS = LINEAR | CONVOLVE | {"tails._backward"}
 
@@ -20,10 +23,10 @@ MAPS = LINEAR | CONVOLVE | {"tails._backward"}
 @pytest.mark.parametrize(
     ("work", "precision", "kernels"),
     [
-        ("pmnist", "tf32", LINEAR | {"tails._stepped_bias"}),
-        ("pmnist", "float64", LINEAR | {"tails._stepped_bias"}),  # as a trial has them
-        ("cifar100", "tf32", MAPS),
-        ("cifar100", "bfloat16", MAPS),
+        ("pmnist", "tf32", FACTORED | {"tails._stepped_bias"}),
+        ("pmnist", "float64", FACTORED | {"tails._stepped_bias"}),  # as a trial has them
+        ("cifar100", "tf32", MAPS | FACTORED),
+        ("cifar100", "bfloat16", MAPS | FACTORED),
         (
             "miniimagenet",
             "float32",

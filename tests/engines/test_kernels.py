@@ -339,6 +339,41 @@ def test_total_change(models: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(got, wanted, rtol=1e-13, atol=1e-12)
 
 
+@pytest.mark.parametrize("shape", [(3, 5, 7, 20), (2, 70, 40, 70), (2, 16, 130, 10), (1, 1, 1, 1)])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_linear_layer_with_what_follows_it(
+    shape: tuple[int, int, int, int], shared: bool, with_bias: bool, relu: bool, p: float
+) -> None:
+    clients, rows, outputs, inputs = shape
+    x, bias = gaussian(clients, rows, inputs, seed=1), gaussian(clients, outputs, seed=2)
+    w = gaussian(1 if shared else clients, outputs, inputs, seed=3).expand(clients, -1, -1)
+    z = (x @ w.mT).view(clients * rows, outputs, 1, 1)
+    wanted = tail_of_torch(z, clients, bias if with_bias else None, None, relu, p, 4, 1)
+    keys = torch.tensor(KEYS[:clients], device=DEVICE) if p else None
+    y = linear.forward(x, w, bias=bias if with_bias else None, relu=relu, keys=keys, call=4, p=p)
+    close(y, wanted.view(clients, rows, outputs))
+
+
+def test_a_linear_layer_keeps_what_is_not_a_number() -> None:
+    x, w = gaussian(3, 4, 5, seed=1), gaussian(3, 6, 5, seed=2)
+    x[1, 2, 0], x[2, 1, 3] = torch.nan, torch.inf
+    y = linear.forward(x, w, relu=True, keys=torch.tensor(KEYS, device=DEVICE), p=1.0)
+    assert y.isnan().any(2).nonzero().tolist() == [[1, 2], [2, 1]]
+
+
+@pytest.mark.parametrize("columns", [3, 400])
+def test_rows_are_appended_to_a_table(columns: int) -> None:
+    rows, table = gaussian(2, 7, columns, seed=1), gaussian(2, 20, columns, seed=2)
+    by, wanted = gaussian(2, 1, 1, seed=3), table.clone()
+    wanted[:, 4:11], wanted[:, 11:18] = rows, rows * by
+    linear.append(rows, table, 4)
+    linear.append(rows, table, 11, by)
+    assert torch.equal(table, wanted)
+
+
 @pytest.mark.parametrize("shape", [(3, 5, 7, 20), (2, 64, 40, 70), (2, 16, 10, 130), (1, 1, 1, 1)])
 @pytest.mark.parametrize("shared", [False, True])
 def test_the_way_back_through_a_linear_layer(shape: tuple[int, int, int, int], shared: bool) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from fot.benchmarks.stream import Task
 from fot.engines.vectorized import kernels
@@ -150,14 +149,13 @@ def cohort_steps(
     position = torch.arange(longest, device=clients.device)
     present = position < count[:, None]
     own_steps = (count + batch_size - 1) // batch_size
-    number = -(-longest // batch_size)
+    number, whole = -(-longest // batch_size), longest // batch_size * batch_size
     nth = torch.arange(number, device=clients.device)[:, None]
 
     def by_step(table: Tensor) -> list[Tensor]:
         """What each step takes of a table ``[C, longest]``; a call for all costs as much as one for each."""
-        whole = F.pad(table, (0, number * batch_size - longest)).view(len(places), number, batch_size)
-        *steps, last = whole.transpose(0, 1).contiguous()
-        return [*(step.flatten() for step in steps), last[:, : longest - len(steps) * batch_size].flatten()]
+        steps = table[:, :whole].view(len(table), -1, batch_size).transpose(0, 1).contiguous()
+        return [*steps.flatten(1), *([table[:, whole:].flatten()] if longest > whole else [])]
 
     batches = (count - nth * batch_size).clamp(1, batch_size).to(dtype).T.repeat_interleave(batch_size, 1)
     shares = by_step(present.to(dtype) / batches[:, :longest])

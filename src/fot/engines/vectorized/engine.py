@@ -315,8 +315,8 @@ class VectorizedEngine(SequentialEngine):
                 )  # fmt: skip
                 if totals:
                     runs = len(inputs["keys"])
-                    each = [total.reshape(runs, -1).sum(1) for total in changes.values()]
-                    changes[FINITE] = torch.stack(each).isfinite().all(0)
+                    together = torch.cat([total.double().reshape(runs, -1) for total in changes.values()], 1)
+                    changes[FINITE] = together.sum(1).isfinite()
                 return changes
             except NeedsAutograd as weight:
                 self._local.by_autograd.add(weight.name)

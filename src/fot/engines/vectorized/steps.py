@@ -111,8 +111,8 @@ class _Stepped(torch.autograd.Function):
         tail: Tail,
     ) -> Tensor:  # fmt: skip
         assert local.form is not None
-        z = local.form.forward(operation, x, local.pace)
-        y, places = tail.forward(z, local.clients)
+        z, rest = local.form.forward(operation, x, tail)
+        y, places = rest.forward(z, local.clients)
         y = owned(y)
         ctx.save_for_backward(x, y if tail.relu else None, places)
         ctx.local, ctx.operation, ctx.tail, ctx.shape = local, operation, tail, z.shape
@@ -136,8 +136,12 @@ class _Dense:
         self.own = len(sent) > 1
         """Whether clients have weights of their own yet: before the first step one model serves all."""
 
-    def forward(self, operation: Linear | Convolution, x: Tensor, pace: Pace) -> Tensor:
-        return operation.forward(x, self.weight.to(x.dtype))
+    def forward(self, operation: Linear | Convolution, x: Tensor, tail: Tail) -> tuple[Tensor, Tail]:
+        """The layer's output with as much of its tail as goes with it, and the rest of the tail."""
+        w = self.weight.to(x.dtype)
+        if isinstance(operation, Linear) and tail.other is None and kernels.at_hand(x.device):
+            return tail.of_product(x, w), Tail()
+        return operation.forward(x, w), tail
 
     def backward(
         self, operation: Linear | Convolution, d: Tensor, x: Tensor, pace: Pace, samples: bool
@@ -178,9 +182,9 @@ class _Filters(_Dense):
         self.clients = clients
         self.turned: Tensor | None = None
 
-    def forward(self, operation: Linear | Convolution, x: Tensor, pace: Pace) -> Tensor:
+    def forward(self, operation: Linear | Convolution, x: Tensor, tail: Tail) -> tuple[Tensor, Tail]:
         assert isinstance(operation, Convolution)
-        return operation.maps(x, self.weight.to(x.dtype))
+        return operation.maps(x, self.weight.to(x.dtype)), tail
 
     def backward(
         self, operation: Linear | Convolution, d: Tensor, x: Tensor, pace: Pace, samples: bool
@@ -219,22 +223,32 @@ class _Factored:
         self.filled = 0
         self.lr = 0.0
 
-    def forward(self, operation: Linear, x: Tensor, pace: Pace) -> Tensor:
-        return self._corrected(x, self.sent.mT, self.x, self.d, pace)
+    def forward(self, operation: Linear, x: Tensor, tail: Tail) -> tuple[Tensor, Tail]:
+        return self._corrected(x, self.sent.mT, self.x, self.d), tail
 
     def backward(self, operation: Linear, d: Tensor, x: Tensor, pace: Pace, samples: bool) -> Tensor | None:
-        below = self._corrected(d, self.sent, self.d, self.x, pace) if samples else None
+        below = self._corrected(d, self.sent, self.d, self.x) if samples else None
         keep = pace.keep
         self.scale = self.scale * (keep.reshape(-1, 1, 1) if isinstance(keep, Tensor) else keep)
-        n = x.numel() // x.shape[-1] // self.clients
-        here = slice(self.filled, self.filled + n)
-        self.x[:, here] = x.reshape(self.clients, n, -1)
-        torch.div(d.reshape(self.clients, n, -1), self.scale, out=self.d[:, here])
-        self.filled += n
+        self._append(x.reshape(self.clients, -1, x.shape[-1]), d.reshape(self.clients, -1, d.shape[-1]))
         self.lr = pace.lr
         return below
 
-    def _corrected(self, rows: Tensor, models: Tensor, first: Tensor, second: Tensor, pace: Pace) -> Tensor:
+    def _append(self, x: Tensor, d: Tensor) -> None:
+        """Keep a step's rows, d divided by s."""
+        here = slice(self.filled, self.filled + x.shape[1])
+        if kernels.at_hand(x.device):  # which copies rows into wider ones at the speed of memory
+            from fot.engines.vectorized.kernels import linear
+
+            by = self.d.new_ones(self.clients, 1, 1).div_(self.scale)
+            linear.append(x, self.x, self.filled)
+            linear.append(d, self.d, self.filled, by)
+        else:
+            self.x[:, here] = x
+            torch.div(d, self.scale, out=self.d[:, here])
+        self.filled = here.stop
+
+    def _corrected(self, rows: Tensor, models: Tensor, first: Tensor, second: Tensor) -> Tensor:
         """s·(rows·M - lr·(rows·firstᵀ)·second): forward with (X_h, D_h), backward with (D_h, X_h)."""
         shape, kind = (*rows.shape[:-1], models.shape[-1]), rows.dtype
         # Clients of one model share it: their rows make one large product.
@@ -245,8 +259,8 @@ class _Factored:
         met = torch.bmm(rows.reshape(self.clients, -1, rows.shape[-1]), first[:, : self.filled].mT.to(kind))
         beyond = second[:, : self.filled].to(kind)
         if isinstance(self.scale, Tensor):
-            return result.baddbmm_(met, beyond, alpha=-pace.lr).mul_(self.scale).view(shape)
-        return result.baddbmm_(met, beyond, beta=self.scale, alpha=-pace.lr * self.scale).view(shape)
+            return result.baddbmm_(met, beyond, alpha=-self.lr).mul_(self.scale).view(shape)
+        return result.baddbmm_(met, beyond, beta=self.scale, alpha=-self.lr * self.scale).view(shape)
 
     def stack(self) -> Tensor:
         x, d = self.x[:, : self.filled], self.d[:, : self.filled]
@@ -264,7 +278,7 @@ class _Factored:
         products = torch.bmm(
             d.reshape(models * parts, -1, d.shape[-1]).mT, x.reshape(models * parts, -1, x.shape[-1])
         )
-        along = products.view(models, parts, *self.sent.shape[1:]).sum(1, dtype=torch.float64)
+        along = total_change(products, torch.zeros_like(self.sent))
         scale = x.new_ones(self.clients, 1, 1, dtype=torch.float64) * self.scale
         scale = scale.view(models, -1, 1)
         decayed = self.sent.double() * (scale.sum(1, keepdim=True) - scale.shape[1])

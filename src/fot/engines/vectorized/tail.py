@@ -1,7 +1,7 @@
 """What follows a product, done together with it: a bias, an addition, a ReLU, dropout, a pooling.
 
-With kernels at hand a tail is one of them each way. Without, it is a bias at most, and torch's own operations
-do the rest, one after another.
+With kernels at hand a tail is one of them each way, or goes with the product's. Without, it is a bias at
+most, and torch's own operations do the rest, one after another.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fot.engines.vectorized import kernels
 from fot.engines.vectorized.pace import NeedsAutograd, Pace, spread, total_change
-from fot.engines.vectorized.products import maps, unmapped
+from fot.engines.vectorized.products import maps, rows, unmapped
 
 
 class LocalBias:
@@ -93,6 +93,17 @@ class Tail:
             relu=self.relu, keys=keys, call=call, p=p, pool=self.pool,
         )  # fmt: skip
         return unmapped(y, z.shape), places
+
+    def of_product(self, x: Tensor, w: Tensor) -> Tensor:
+        """The result for z = x Wᵀ, by one kernel with it."""
+        from fot.engines.vectorized.kernels import linear
+
+        keys, call, p = self.dropped or (None, 0, 0.0)
+        y = linear.forward(
+            rows(x, w).contiguous(), w, bias=None if self.bias is None else self.bias.values, relu=self.relu,
+            keys=keys, call=call, p=p,
+        )  # fmt: skip
+        return y.view(*x.shape[:-1], w.shape[1])
 
     def backward(
         self, d: Tensor, y: Tensor | None, places: Tensor | None, shape: torch.Size, clients: int

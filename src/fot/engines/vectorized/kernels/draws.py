@@ -45,6 +45,19 @@ def mixed(z):
     return (z ^ (z >> 27)) * MIX_2
 
 
+@triton.jit
+def mask_key(key, call):
+    """The key of a client's mask of that number: see ``fot.randomness``."""
+    z = mixed((key + call).to(tl.uint64))
+    return ((z ^ (z >> 31)) & KEY) ^ DRAW
+
+
+@triton.jit
+def drawn(key, position):
+    """The top 24 bits of what is drawn for a unit."""
+    return (mixed(key + (position + 1).to(tl.uint64) * GOLDEN) >> 40).to(tl.int32)
+
+
 @triton.jit(do_not_specialize=["units", "columns", *STRIDES])
 def _draw(
     keys, indices, out, units, columns, key_row, key_column, index_row, index_column, DRAWS: tl.constexpr,

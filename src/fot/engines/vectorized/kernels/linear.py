@@ -1,4 +1,4 @@
-"""The way back through a linear layer, and the loss, each in one reading of what it needs."""
+"""A linear layer and what follows it, the way back, and the loss: each in one reading of what it needs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,66 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fot.engines.vectorized.kernels.convolve import Tiles, precision
+from fot.engines.vectorized.kernels.convolve import PROCESSORS, SMALL, Tiles, precision
+from fot.engines.vectorized.kernels.draws import drawn, mask_key
+from fot.engines.vectorized.kernels.tails import least, scale
+from fot.randomness import _step
+
+
+def forward(
+    x: Tensor, w: Tensor, *, bias: Tensor | None = None, relu: bool = False, keys: Tensor | None = None,
+    call: int = 0, p: float = 0.0, tiles: Tiles | None = None,
+) -> Tensor:  # fmt: skip
+    """dropout(relu(x Wᵀ + bias)) ``[C, n, O]``, of ``x`` ``[C, n, I]`` and ``w`` ``[C, O, I]``.
+
+    The parts, each of which may be missing, are those of ``tails.forward``.
+    """
+    clients, rows, inputs = x.shape
+    outputs = w.shape[1]
+    y = x.new_empty(clients, rows, outputs)
+    t = tiles or _tiles(x, clients, rows, outputs)
+    _forward[triton.cdiv(outputs, t.columns), triton.cdiv(rows, t.rows), clients](
+        x, w, y, bias, keys, _step(call), w.stride(0), rows, outputs, inputs, relu, least(p), scale(p),
+        bias is not None, keys is not None, precision(x), *t[:3], num_warps=t.warps, num_stages=t.stages,
+    )  # fmt: skip
+    return y
+
+
+def _tiles(x: Tensor, clients: int, rows: int, outputs: int) -> Tiles:
+    if x.dtype != torch.bfloat16 and precision(x) == "ieee":
+        return SMALL
+    high, wide = (max(16, min(most, triton.next_power_of_2(n))) for n, most in ((rows, 64), (outputs, 128)))
+    while wide > 16 and triton.cdiv(outputs, wide) * triton.cdiv(rows, high) * clients < PROCESSORS:
+        wide //= 2
+    # A narrow tile has little to read at a time, and so reads further ahead.
+    return Tiles(high, wide, 32 if wide > 32 else 64, 4, 3 if wide > 32 else 4)
+
+
+@triton.jit(do_not_specialize=["call"])
+def _forward(
+    x, w, y, bias, keys, call, of_client, rows, O, I, RELU: tl.constexpr, LEAST: tl.constexpr,
+    SCALE: tl.constexpr, BIAS: tl.constexpr, DROP: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    client = tl.program_id(2).to(tl.int64)
+    m, o = tl.program_id(1) * BM + tl.arange(0, BM), tl.program_id(0) * BN + tl.arange(0, BN)
+    x += client * rows * I
+    w += client * of_client
+    acc = tl.zeros((BM, BN), dtype=tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32)
+    for begin in range(0, I, BK):
+        i = begin + tl.arange(0, BK)
+        a = tl.load(x + m[:, None] * I + i[None, :], mask=(m < rows)[:, None] & (i < I)[None, :], other=0.0)
+        b = tl.load(w + o[None, :] * I + i[:, None], mask=(o < O)[None, :] & (i < I)[:, None], other=0.0)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=acc.dtype)
+    if BIAS:
+        acc += tl.load(bias + client * O + o, mask=o < O, other=0.0)[None, :]
+    if RELU:
+        acc = tl.where(acc <= 0, 0.0, acc)  # NaN stays
+    if DROP:
+        kept = drawn(mask_key(tl.load(keys + client), call), m[:, None] * O + o[None, :]) >= LEAST
+        acc = tl.where(kept, acc * SCALE, acc * 0.0)  # of NaN and infinity comes NaN
+    at = client * rows * O + m[:, None] * O + o[None, :]
+    tl.store(y + at, acc.to(y.dtype.element_ty), mask=(m < rows)[:, None] & (o < O)[None, :])
 
 
 def backward(
@@ -80,7 +139,16 @@ def cross_entropy(logits: Tensor, y: Tensor, weight: Tensor, clients: int) -> tu
     classes = logits.shape[1]
     wide = triton.next_power_of_2(classes)
     _cross_entropy[(clients,)](
-        logits, y, weight, d, losses, len(logits) // clients, classes, max(1, min(64, 4096 // wide)), wide
+        logits,
+        y,
+        weight,
+        d,
+        losses,
+        len(logits) // clients,
+        classes,
+        max(1, min(32, 4096 // wide)),
+        wide,
+        num_warps=8,
     )
     return losses, d
 
@@ -108,3 +176,22 @@ def _cross_entropy(
         change = (e / whole[:, None] - tl.where(right, 1.0, 0.0)) * share[:, None]
         tl.store(d + at[:, None] * classes + k[None, :], change, mask=there)
     tl.store(losses + client, tl.sum(total, axis=0))
+
+
+def append(rows: Tensor, table: Tensor, begin: int, scale: Tensor | None = None) -> None:
+    """Write ``[C, n, I]``, times each client's scale, to the rows of a table from ``begin`` on."""
+    clients, units = len(rows), rows[0].numel()
+    rows = rows.contiguous()
+    _append[triton.cdiv(units, 2048), clients](
+        rows, table, scale, units, table.stride(0), begin * rows.shape[-1], scale is not None, 2048
+    )
+
+
+@triton.jit
+def _append(rows, table, scale, units, of_client, begin, SCALED: tl.constexpr, BLOCK: tl.constexpr):
+    client = tl.program_id(1).to(tl.int64)
+    u = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    v = tl.load(rows + client * units + u, mask=u < units, other=0.0).to(table.dtype.element_ty)
+    if SCALED:
+        v *= tl.load(scale + client)
+    tl.store(table + client * of_client + begin + u, v, mask=u < units)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fot.engines.vectorized.kernels.draws import DRAW, GOLDEN, KEY, mixed
+from fot.engines.vectorized.kernels.draws import drawn, mask_key
 from fot.randomness import _step
 
 BLOCK = 1024
@@ -48,7 +48,7 @@ def forward(
     units = y.numel() // clients
     _forward[triton.cdiv(units, BLOCK), clients](
         z, y, places, gain, bias, other, keys, _step(call), units, images // clients,
-        channels, high, wide, pool, relu, _least(p), _scale(p),
+        channels, high, wide, pool, relu, least(p), scale(p),
         gain is not None, bias is not None, other is not None, keys is not None, BLOCK,
     )  # fmt: skip
     return y, places
@@ -67,13 +67,13 @@ def backward(
         values, keep, lr = bias
         columns = min(64, triton.next_power_of_2(d.shape[-1]))
         _stepped_bias[triton.cdiv(d.shape[-1], columns), clients](
-            d, y, dz, values, d[..., 0].numel() // clients, _scale(p), keep, lr, d.shape[-1], y is not None,
+            d, y, dz, values, d[..., 0].numel() // clients, scale(p), keep, lr, d.shape[-1], y is not None,
             64, columns,
         )  # fmt: skip
     elif y is not None:
         units = dz.numel() // clients
         _backward[triton.cdiv(units, BLOCK), clients](
-            d, y, places, dz, units, d.shape[-1], *size, pool, _scale(p), BLOCK
+            d, y, places, dz, units, d.shape[-1], *size, pool, scale(p), BLOCK
         )
     return dz
 
@@ -100,9 +100,8 @@ def _forward(
         shift = tl.load(bias + client * O + o, mask=there, other=0.0)
     if GAIN:
         factor = tl.load(gain + client * O + o, mask=there, other=0.0)
-    if DROP:  # the call's own key: see fot.randomness
-        key = mixed((tl.load(keys + client) + call).to(tl.uint64))
-        start = ((key ^ (key >> 31)) & KEY) ^ DRAW
+    if DROP:
+        key = mask_key(tl.load(keys + client), call)
     kind = tl.float64 if z.dtype.element_ty == tl.float64 else tl.float32
     best = tl.zeros((BLOCK,), dtype=kind)
     place = tl.zeros((BLOCK,), dtype=tl.int32)
@@ -120,8 +119,7 @@ def _forward(
             v = tl.where(v <= 0, 0.0, v)  # NaN stays
         if DROP:
             position = ((image * O + o) * OH + oh) * OW + ow  # as the samples lie elsewhere: channels first
-            drawn = mixed(start + (position + 1).to(tl.uint64) * GOLDEN) >> 40
-            v = tl.where(drawn.to(tl.int32) >= LEAST, v * SCALE, v * 0.0)  # of NaN and infinity comes NaN
+            v = tl.where(drawn(key, position) >= LEAST, v * SCALE, v * 0.0)  # of NaN and infinity comes NaN
         if window == 0:
             best = v
         else:
@@ -191,8 +189,8 @@ def total_change(stack: Tensor, sent: Tensor) -> Tensor:
     """The sum over each model's clients of what they changed, in float64: ``[C, ...]`` to ``[R, ...]``."""
     models, units = len(sent), sent[0].numel()
     change = torch.empty(sent.shape, dtype=torch.float64, device=sent.device)
-    _total_change[triton.cdiv(units, 256), models](
-        stack, sent, change, units, sent.stride(0), len(stack) // models, 16, 256
+    _total_change[triton.cdiv(units, 64), models](
+        stack, sent, change, units, sent.stride(0), len(stack) // models, 32, 64, num_warps=2
     )
     return change
 
@@ -215,10 +213,11 @@ def _total_change(
     tl.store(change + model * units + u, tl.sum(total, axis=0), mask=there)
 
 
-def _least(p: float) -> int:
+def least(p: float) -> int:
     """What the top 24 bits of a draw must reach for its unit to be kept."""
     return math.ceil(torch.tensor(p, dtype=torch.float32).item() * 2**24)  # fot.dropout compares float32
 
 
-def _scale(p: float) -> float:
+def scale(p: float) -> float:
+    """By what a unit that is kept is multiplied."""
     return 1 / (1 - p) if p < 1 else 0.0
