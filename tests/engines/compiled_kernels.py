@@ -29,6 +29,7 @@ from fot.aggregation import make_aggregation
 from fot.engines.base import Round
 from fot.engines.bench import WORKS, _keys, _set_up
 from fot.engines.vectorized import VectorizedEngine, kernels
+from fot.engines.vectorized.kernels import draws
 from fot.methods.base import Method, Server
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -95,6 +96,8 @@ def main(name: str, precision: str) -> None:
     """Compile what a round of this work launches."""
     JITFunction.__getitem__ = lambda self, grid: Compiled(self)  # type: ignore[method-assign]
     kernels.at_hand = lambda device: True  # type: ignore[assignment]
+    order = draws.order  # the one result that is a place to read from
+    draws.order = lambda numbers: (order(numbers), numbers.argsort())[1]
     work = replace(WORKS[name], cohort=4)
     network, task, training = _set_up(work, "cpu", precision)
     clients = list(range(work.cohort))

@@ -186,6 +186,16 @@ def test_draws(keys: tuple[int, ...], index: tuple[int, ...]) -> None:
     assert torch.equal(draws.fold(key, 3), randomness.fold(key, 3))
 
 
+@pytest.mark.parametrize("n", [1, 40, 300])
+def test_order(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+    """As a stable sort has it, of numbers that are equal too; of many it is one."""
+    numbers = torch.randint(0, 30, (3, n), generator=torch.Generator().manual_seed(0)) << 33
+    numbers = numbers.to(DEVICE)
+    assert torch.equal(draws.order(numbers), numbers.argsort(dim=1, stable=True))
+    monkeypatch.setattr(draws, "MOST", 0)
+    assert torch.equal(draws.order(numbers), numbers.argsort(dim=1, stable=True))
+
+
 def tail_of_torch(
     z: Tensor, clients: int, bias: Tensor | None, other: Tensor | None, relu: bool, p: float, call: int,
     pool: int,
@@ -355,6 +365,20 @@ def test_a_linear_layer_with_what_follows_it(
     keys = torch.tensor(KEYS[:clients], device=DEVICE) if p else None
     y = linear.forward(x, w, bias=bias if with_bias else None, relu=relu, keys=keys, call=4, p=p)
     close(y, wanted.view(clients, rows, outputs))
+
+
+@pytest.mark.parametrize("with_factor", [False, True])
+@pytest.mark.parametrize("with_base", [False, True])
+def test_a_product_with_a_slice_of_a_table(with_base: bool, with_factor: bool) -> None:
+    """Of the table's rows, and of its columns."""
+    x, table = gaussian(2, 5, 9, seed=1), gaussian(2, 40, 9, seed=2)
+    more, other, factor = gaussian(2, 5, 30, seed=3), gaussian(2, 5, 9, seed=4), gaussian(2, 1, 1, seed=5)
+    close(linear.forward(x, table[:, :30]), x @ table[:, :30].mT)
+    wanted = more @ table[:, :30] + (other if with_base else 0)
+    y = linear.forward(
+        more, table[:, :30].mT, base=other if with_base else None, factor=factor if with_factor else None
+    )
+    close(y, wanted * factor if with_factor else wanted)
 
 
 def test_a_linear_layer_keeps_what_is_not_a_number() -> None:

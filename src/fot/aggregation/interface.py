@@ -14,7 +14,10 @@ from fot.errors import UserError
 
 Kind = Literal["update", "statistics"]
 AddTotal = Callable[[Sequence[int], dict[str, Tensor], Mapping[str, torch.dtype]], None]
-"""``add_total(clients, totals, dtypes)``; the dtypes are those in which a client would have sent its own."""
+"""``add_total(clients, totals, dtypes)``; the dtypes are those in which a client would have sent its own.
+
+The totals are the sum's own from there on.
+"""
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ class PlainSummation:
         if self.totals:
             torch._foreach_add_([self.totals[name] for name in totals], list(totals.values()))
         else:
-            self.totals = copied(totals, dict.fromkeys(totals, torch.float64))
+            self.totals = {name: total.to(torch.float64) for name, total in totals.items()}
 
     def close(self) -> Sums:
         """The totals in the arrays' own dtype; a client sent its arrays and received nothing."""

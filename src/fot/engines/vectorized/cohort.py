@@ -74,6 +74,8 @@ class FoldedBatch(Batch):
     """A cohort's batch; it remembers each client's own mean, for the record of losses."""
 
     clients: int
+    one: Tensor
+    """The gradient at the loss itself, with which the way back begins."""
     means: list[Tensor] = field(default_factory=list)
 
     def mean(self, values: Tensor) -> Tensor:
@@ -84,7 +86,7 @@ class FoldedBatch(Batch):
     def cross_entropy(self, logits: Tensor) -> Tensor:
         if logits.dim() != 2 or not kernels.at_hand(logits.device):
             return super().cross_entropy(logits)
-        total, own = _CrossEntropy.apply(logits, self.y, self.weight, self.clients)  # type: ignore[no-untyped-call]
+        total, own = _CrossEntropy.apply(logits, self.y, self.weight, self)  # type: ignore[no-untyped-call]
         self.means.append(own)
         return total  # type: ignore[no-any-return]
 
@@ -93,10 +95,13 @@ class _CrossEntropy(torch.autograd.Function):
     """The clients' losses, summed and each, by a kernel that finds the gradient on the way."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, y: Tensor, weight: Tensor, clients: int) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, logits: Tensor, y: Tensor, weight: Tensor, batch: FoldedBatch
+    ) -> tuple[Tensor, Tensor]:
         from fot.engines.vectorized.kernels import linear
 
-        own, d = linear.cross_entropy(logits, y, weight, clients)
+        own, d = linear.cross_entropy(logits, y, weight, batch.clients)
+        ctx.one = batch.one
         ctx.set_materialize_grads(False)  # nobody asks for the gradient at each client's own
         ctx.save_for_backward(d)
         ctx.mark_non_differentiable(own)
@@ -105,7 +110,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, of_total: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
         (d,) = ctx.saved_tensors
-        return d * of_total, None, None, None
+        return d if of_total is ctx.one else d * of_total, None, None, None
 
 
 @dataclass(frozen=True)
@@ -142,13 +147,12 @@ def cohort_steps(
     shortest, longest
         Bounds of the numbers of samples that these clients hold: steps that all fill need no masks.
     """
-    fold, bits = _drawing(clients.device)
+    fold, bits, in_order = _drawing(clients.device)
     places = (clients + holdings.first).flatten()
     count, begin = holdings.counts[places], holdings.begins[places]
     order, dropout, augment = (fold(keys[:, k : k + 1], clients).flatten() for k in range(3))
     position = torch.arange(longest, device=clients.device)
-    present = position < count[:, None]
-    own_steps = (count + batch_size - 1) // batch_size
+    one = torch.ones((), dtype=dtype, device=clients.device)
     number, whole = -(-longest // batch_size), longest // batch_size * batch_size
     nth = torch.arange(number, device=clients.device)[:, None]
 
@@ -157,13 +161,21 @@ def cohort_steps(
         steps = table[:, :whole].view(len(table), -1, batch_size).transpose(0, 1).contiguous()
         return [*steps.flatten(1), *([table[:, whole:].flatten()] if longest > whole else [])]
 
-    batches = (count - nth * batch_size).clamp(1, batch_size).to(dtype).T.repeat_interleave(batch_size, 1)
-    shares = by_step(present.to(dtype) / batches[:, :longest])
-    valid = by_step(present) if shortest < longest else []
+    if shortest == longest:  # all fill the same steps
+        own_steps: int | Tensor = number
+        valid: list[Tensor] = []
+        sizes = [min(batch_size, longest - start) for start in range(0, longest, batch_size)]
+        of_size = {size: one.new_full((len(places) * size,), 1 / size) for size in sizes}
+        shares = [of_size[size] for size in sizes]
+    else:
+        own_steps = (count + batch_size - 1) // batch_size
+        present = position < count[:, None]
+        batches = (count - nth * batch_size).clamp(1, batch_size).to(dtype).T.repeat_interleave(batch_size, 1)
+        valid, shares = by_step(present), by_step(present.to(dtype) / batches[:, :longest])
     for epoch in range(epochs):
         draw = bits(fold(order, epoch)[:, None], position)
         draw = torch.where(present, draw, 1 << 33) if valid else draw
-        shuffled = draw.argsort(dim=1, stable=True)
+        shuffled = in_order(draw)
         held = holdings.rows[begin[:, None] + (torch.where(present, shuffled, 0) if valid else shuffled)]
         masks = fold(dropout, own_steps * epoch + nth)
         for j, (rows, y, share) in enumerate(
@@ -176,20 +188,20 @@ def cohort_steps(
                 inputs = _augmented(holdings.tasks, inputs, own)
             full = shortest >= min(longest, start + batch_size)
             yield Step(
-                FoldedBatch(inputs, y, holdings.tasks[0].index, share, len(places)),
+                FoldedBatch(inputs, y, holdings.tasks[0].index, share, len(places), one),
                 None if full else valid[j],
-                None if shortest > start else present[:, start],
+                None if shortest > start else valid[j].view(len(places), -1)[:, 0],
                 masks[j],
             )
 
 
-def _drawing(device: torch.device) -> tuple[Any, Any]:
-    """``fold`` and ``bits``; on a GPU by kernels, in one launch each."""
+def _drawing(device: torch.device) -> tuple[Any, Any, Any]:
+    """``fold``, ``bits`` and what puts rows in order; on a GPU by kernels, in one launch each."""
     if not kernels.at_hand(device):
-        return fold, bits
+        return fold, bits, lambda numbers: numbers.argsort(dim=1, stable=True)
     from fot.engines.vectorized.kernels import draws
 
-    return draws.fold, draws.bits
+    return draws.fold, draws.bits, draws.order
 
 
 def _augmented(tasks: Sequence[Task], inputs: Tensor, keys: Tensor) -> Tensor:

@@ -105,6 +105,8 @@ class VectorizedEngine(SequentialEngine):
             if changes is None:  # nothing of the piece is added yet
                 pieces.extendleft(reversed(self._in_halves(piece)))
             elif sums:
+                if pieces:  # a recording writes the next piece's to the same place
+                    sums = {name: total.clone() for name, total in sums.items()}
                 self._add_totals(rounds, piece, sums)
             else:
                 self._add_each(rounds, piece, changes, excluded, local_params)

@@ -130,7 +130,9 @@ class LocalTraining:
                 params[name].requires_grad_()
             with cohort_dropout(step.dropout):
                 loss = self.method.loss(network, params, step.batch, state)
-            found = torch.autograd.grad(loss, [tick, *(params[n] for n in leaves)], allow_unused=True)
+            wanted = [tick, *(params[n] for n in leaves)]
+            one = step.batch.one if self.method.plain else None
+            found = torch.autograd.grad(loss, wanted, one, allow_unused=True)
             gradients = {name: g for name, g in zip(leaves, found[1:], strict=True) if g is not None}
             self._step(params, self.method.precondition(network, gradients, state), step)
             losses.append(_own_losses(loss.detach(), step, self.method.plain))

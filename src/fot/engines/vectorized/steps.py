@@ -6,8 +6,9 @@ traffic of "form the gradients, then step". Two forms, both exact:
 
 - dense: each client's W is stepped in place, W <- keep·W - lr·DᵀX, one batched product;
 - factored: in one round a client takes S steps of n rows, so its update has rank <= S·n. Where that is
-  small against W, all clients share the W they were sent, and each keeps the rows X_h and output
-  gradients D_h of its steps: its weights are s·(W - lr·Σ D_hᵀX_h), with s the product of the decays.
+  small against W, all clients share the W they were sent, and each keeps the rows X_h of its steps and
+  D_h, the gradients at the outputs times -lr/s: its weights are s·(W + Σ D_hᵀX_h), with s the product of
+  the decays so far.
 
 Clients of several runs may train at once: R models, the same number of clients from each, run after run.
 Where only sums are wanted, ``total`` forms them without the clients' own weights: of factored ones, by
@@ -24,7 +25,7 @@ from torch import Tensor
 from fot.engines.vectorized import kernels
 from fot.engines.vectorized.pace import NeedsAutograd, Pace, spread, total_change
 from fot.engines.vectorized.products import Convolution, Linear, lowered, owned
-from fot.engines.vectorized.tail import Tail
+from fot.engines.vectorized.tail import Tail, fused
 
 TILE, ENOUGH = 128, 200
 """The side of a product's tile on a GPU, and how many of them fill one."""
@@ -138,10 +139,9 @@ class _Dense:
 
     def forward(self, operation: Linear | Convolution, x: Tensor, tail: Tail) -> tuple[Tensor, Tail]:
         """The layer's output with as much of its tail as goes with it, and the rest of the tail."""
-        w = self.weight.to(x.dtype)
-        if isinstance(operation, Linear) and tail.other is None and kernels.at_hand(x.device):
-            return tail.of_product(x, w), Tail()
-        return operation.forward(x, w), tail
+        if isinstance(operation, Linear) and fused(x):
+            return tail.of_product(x, self.weight)
+        return operation.forward(x, self.weight.to(x.dtype)), tail
 
     def backward(
         self, operation: Linear | Convolution, d: Tensor, x: Tensor, pace: Pace, samples: bool
@@ -221,60 +221,70 @@ class _Factored:
         self.scale: float | Tensor = 1.0
         """s, or ``[C, 1, 1]`` where some clients stayed put in a step."""
         self.filled = 0
-        self.lr = 0.0
 
     def forward(self, operation: Linear, x: Tensor, tail: Tail) -> tuple[Tensor, Tail]:
-        return self._corrected(x, self.sent.mT, self.x, self.d), tail
+        return self._corrected(x, self.sent.mT, self.x, self.d, tail)
 
     def backward(self, operation: Linear, d: Tensor, x: Tensor, pace: Pace, samples: bool) -> Tensor | None:
-        below = self._corrected(d, self.sent, self.d, self.x) if samples else None
+        below = self._corrected(d, self.sent, self.d, self.x, Tail())[0] if samples else None
         keep = pace.keep
         self.scale = self.scale * (keep.reshape(-1, 1, 1) if isinstance(keep, Tensor) else keep)
-        self._append(x.reshape(self.clients, -1, x.shape[-1]), d.reshape(self.clients, -1, d.shape[-1]))
-        self.lr = pace.lr
-        return below
-
-    def _append(self, x: Tensor, d: Tensor) -> None:
-        """Keep a step's rows, d divided by s."""
+        factor = -pace.lr / self.scale
+        x, d = (rows.reshape(self.clients, -1, rows.shape[-1]) for rows in (x, d))
         here = slice(self.filled, self.filled + x.shape[1])
         if kernels.at_hand(x.device):  # which copies rows into wider ones at the speed of memory
             from fot.engines.vectorized.kernels import linear
 
-            by = self.d.new_ones(self.clients, 1, 1).div_(self.scale)
             linear.append(x, self.x, self.filled)
-            linear.append(d, self.d, self.filled, by)
+            linear.append(d, self.d, self.filled, self._of_each(factor))
         else:
             self.x[:, here] = x
-            torch.div(d, self.scale, out=self.d[:, here])
+            torch.mul(d, factor, out=self.d[:, here])
         self.filled = here.stop
+        return below
 
-    def _corrected(self, rows: Tensor, models: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        """s·(rows·M - lr·(rows·firstᵀ)·second): forward with (X_h, D_h), backward with (D_h, X_h)."""
+    def _corrected(
+        self, rows: Tensor, models: Tensor, first: Tensor, second: Tensor, tail: Tail
+    ) -> tuple[Tensor, Tail]:
+        """s·(rows·M + (rows·firstᵀ)·second): forward with (X_h, D_h), backward with (D_h, X_h)."""
         shape, kind = (*rows.shape[:-1], models.shape[-1]), rows.dtype
         # Clients of one model share it: their rows make one large product.
         shared = rows.reshape(len(models), -1, rows.shape[-1]) @ models.to(kind)
         result = shared.view(self.clients, -1, models.shape[-1])
         if not self.filled:  # and no step was taken: s is 1
-            return result.view(shape)
-        met = torch.bmm(rows.reshape(self.clients, -1, rows.shape[-1]), first[:, : self.filled].mT.to(kind))
-        beyond = second[:, : self.filled].to(kind)
+            return result.view(shape), tail
+        own = rows.reshape(self.clients, -1, rows.shape[-1])
+        first, second = (table[:, : self.filled] for table in (first, second))
+        if fused(rows):
+            met, _ = Tail().of_product(own, first)
+            result, tail = tail.of_product(met, second.mT, result, self._of_each(self.scale))
+            return result.view(shape), tail
+        met = torch.bmm(own, first.mT.to(kind))
         if isinstance(self.scale, Tensor):
-            return result.baddbmm_(met, beyond, alpha=-self.lr).mul_(self.scale).view(shape)
-        return result.baddbmm_(met, beyond, beta=self.scale, alpha=-self.lr * self.scale).view(shape)
+            result.baddbmm_(met, second.to(kind)).mul_(self.scale)
+        else:
+            result.baddbmm_(met, second.to(kind), beta=self.scale, alpha=self.scale)
+        return result.view(shape), tail
+
+    def _of_each(self, factor: float | Tensor) -> Tensor | None:
+        """A factor as kernels read it, ``[C, 1, 1]``; None for 1."""
+        if isinstance(factor, Tensor):
+            return factor
+        return None if factor == 1 else self.sent.new_full((self.clients, 1, 1), factor)
 
     def stack(self) -> Tensor:
         x, d = self.x[:, : self.filled], self.d[:, : self.filled]
-        return torch.baddbmm(spread(self.sent, len(x)), d.mT, x, alpha=-self.lr).mul_(self.scale)
+        return torch.baddbmm(spread(self.sent, len(x)), d.mT, x).mul_(self.scale)
 
     def total(self) -> Tensor:
-        """Σ s·(W - lr·Σ D_hᵀX_h) - W over each model's clients: one product over the rows of many."""
+        """Σ s·(W + Σ D_hᵀX_h) - W over each model's clients: one product over the rows of many."""
         models, parts = len(self.sent), self._parts()
         x, d = self.x[:, : self.filled], self.d[:, : self.filled]
-        factor = self.lr
+        factor = 1.0
         if isinstance(self.scale, Tensor):
             d = d * self.scale
         else:
-            factor *= self.scale
+            factor = self.scale
         products = torch.bmm(
             d.reshape(models * parts, -1, d.shape[-1]).mT, x.reshape(models * parts, -1, x.shape[-1])
         )
@@ -282,7 +292,7 @@ class _Factored:
         scale = x.new_ones(self.clients, 1, 1, dtype=torch.float64) * self.scale
         scale = scale.view(models, -1, 1)
         decayed = self.sent.double() * (scale.sum(1, keepdim=True) - scale.shape[1])
-        return decayed.sub_(along, alpha=factor)
+        return decayed.add_(along, alpha=factor)
 
     def _parts(self) -> int:
         """Parts of a model's clients that are summed on their own: a GPU has room for many tiles at once."""

@@ -94,16 +94,22 @@ class Tail:
         )  # fmt: skip
         return unmapped(y, z.shape), places
 
-    def of_product(self, x: Tensor, w: Tensor) -> Tensor:
-        """The result for z = x Wᵀ, by one kernel with it."""
+    def of_product(
+        self, x: Tensor, w: Tensor, base: Tensor | None = None, factor: Tensor | None = None
+    ) -> tuple[Tensor, Tail]:
+        """The result for z = factor·(base + x Wᵀ), by one kernel, and what is left of the tail.
+
+        Of a tail with an addition all is left.
+        """
         from fot.engines.vectorized.kernels import linear
 
-        keys, call, p = self.dropped or (None, 0, 0.0)
+        mine, rest = (self, Tail()) if self.other is None else (Tail(), self)
+        keys, call, p = mine.dropped or (None, 0, 0.0)
         y = linear.forward(
-            rows(x, w).contiguous(), w, bias=None if self.bias is None else self.bias.values, relu=self.relu,
-            keys=keys, call=call, p=p,
+            rows(x, w).contiguous(), w, base=base, factor=factor,
+            bias=None if mine.bias is None else mine.bias.values, relu=mine.relu, keys=keys, call=call, p=p,
         )  # fmt: skip
-        return y.view(*x.shape[:-1], w.shape[1])
+        return y.view(*x.shape[:-1], w.shape[1]), rest
 
     def backward(
         self, d: Tensor, y: Tensor | None, places: Tensor | None, shape: torch.Size, clients: int
@@ -127,3 +133,12 @@ class Tail:
             bias=None if self.bias is None else (self.bias.values, self.bias.kept(), self.bias.pace.lr),
         )  # fmt: skip
         return unmapped(dz, shape)
+
+
+def fused(x: Tensor) -> bool:
+    """Whether a linear layer of these samples and its tail are better done by one kernel."""
+    if not kernels.at_hand(x.device):
+        return False
+    from fot.engines.vectorized.kernels import linear
+
+    return linear.pays(x)

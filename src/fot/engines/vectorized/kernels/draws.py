@@ -13,6 +13,8 @@ GOLDEN, MIX_1, MIX_2 = tl.constexpr(_GOLDEN), tl.constexpr(_MIX_1), tl.constexpr
 DRAW, KEY = tl.constexpr(_DRAW), tl.constexpr(_KEY)
 STRIDES = ("key_row", "key_column", "index_row", "index_column")
 """Of so small a kernel one form is enough."""
+MOST = 2048
+"""Numbers that are put in order by comparing each with each."""
 
 
 def fold(parent: Tensor, index: Tensor | int) -> Tensor:
@@ -23,6 +25,16 @@ def fold(parent: Tensor, index: Tensor | int) -> Tensor:
 def bits(of: Tensor, counter: Tensor) -> Tensor:
     """``fot.randomness.bits``, likewise."""
     return _drawn(of, counter, True)
+
+
+def order(numbers: Tensor) -> Tensor:
+    """``argsort(dim=1, stable=True)`` of ``[C, n]``; of few numbers by counting how many come before each."""
+    clients, n = numbers.shape
+    if n > MOST:
+        return numbers.argsort(dim=1, stable=True)
+    out = torch.empty_like(numbers)
+    _order[triton.cdiv(n, 32), clients](numbers, out, n, 32, 128)
+    return out
 
 
 def _drawn(key: Tensor, index: Tensor, draws: bool) -> Tensor:
@@ -72,3 +84,20 @@ def _draw(
     z = mixed(((key ^ DRAW) if DRAWS else key) + walked)
     z = z ^ (z >> 31)
     tl.store(out + u, ((z >> 32) if DRAWS else (z & KEY)).to(tl.int64), mask=there)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _order(numbers, out, n, BLOCK: tl.constexpr, OTHERS: tl.constexpr):
+    client = tl.program_id(1).to(tl.int64)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    numbers += client * n
+    own = tl.load(numbers + i, mask=i < n, other=0)
+    place = tl.zeros((BLOCK,), dtype=tl.int32)
+    for begin in range(0, n, OTHERS):
+        j = begin + tl.arange(0, OTHERS)
+        other = tl.load(numbers + j, mask=j < n, other=0)
+        before = (other[None, :] < own[:, None]) | (
+            (other[None, :] == own[:, None]) & (j[None, :] < i[:, None])
+        )
+        place += tl.sum((before & (j < n)[None, :]).to(tl.int32), axis=1)
+    tl.store(out + client * n + place, i.to(tl.int64), mask=i < n)

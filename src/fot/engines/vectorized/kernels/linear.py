@@ -14,38 +14,50 @@ from fot.randomness import _step
 
 
 def forward(
-    x: Tensor, w: Tensor, *, bias: Tensor | None = None, relu: bool = False, keys: Tensor | None = None,
-    call: int = 0, p: float = 0.0, tiles: Tiles | None = None,
+    x: Tensor, w: Tensor, *, base: Tensor | None = None, factor: Tensor | None = None,
+    bias: Tensor | None = None, relu: bool = False, keys: Tensor | None = None, call: int = 0, p: float = 0.0,
+    tiles: Tiles | None = None,
 ) -> Tensor:  # fmt: skip
-    """dropout(relu(x Wᵀ + bias)) ``[C, n, O]``, of ``x`` ``[C, n, I]`` and ``w`` ``[C, O, I]``.
+    """dropout(relu(factor·(base + x Wᵀ) + bias)), of ``x`` ``[C, n, I]`` and ``w`` ``[C, O, I]``.
 
-    The parts, each of which may be missing, are those of ``tails.forward``.
+    Each part may be missing. A factor is one number a client; ``w`` may lie in any strides; the others are as
+    in ``tails.forward``.
     """
     clients, rows, inputs = x.shape
     outputs = w.shape[1]
     y = x.new_empty(clients, rows, outputs)
-    t = tiles or _tiles(x, clients, rows, outputs)
+    t = tiles or _tiles(x, w, rows)
     _forward[triton.cdiv(outputs, t.columns), triton.cdiv(rows, t.rows), clients](
-        x, w, y, bias, keys, _step(call), w.stride(0), rows, outputs, inputs, relu, least(p), scale(p),
-        bias is not None, keys is not None, precision(x), *t[:3], num_warps=t.warps, num_stages=t.stages,
+        x, w, y, base, factor, bias, keys, _step(call), *w.stride(), rows, outputs, inputs, relu, least(p),
+        scale(p), base is not None, factor is not None, bias is not None, keys is not None, precision(x),
+        *t[:3], num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
     return y
 
 
-def _tiles(x: Tensor, clients: int, rows: int, outputs: int) -> Tiles:
+def pays(x: Tensor) -> bool:
+    """Whether ``forward`` takes less time than the library: in full float32 it does not."""
+    return x.dtype != torch.float32 or precision(x) == "tf32"
+
+
+def _tiles(x: Tensor, w: Tensor, rows: int) -> Tiles:
     if x.dtype != torch.bfloat16 and precision(x) == "ieee":
         return SMALL
+    clients, outputs, _ = w.shape
     high, wide = (max(16, min(most, triton.next_power_of_2(n))) for n, most in ((rows, 64), (outputs, 128)))
+    if w.stride(2) != 1:  # of such factors, four warps on 64 rows would turn each tile before they multiply
+        return Tiles(high, min(wide, 4096 // high), 32, 2 if high == 64 else 4, 4)
     while wide > 16 and triton.cdiv(outputs, wide) * triton.cdiv(rows, high) * clients < PROCESSORS:
         wide //= 2
-    # A narrow tile has little to read at a time, and so reads further ahead.
-    return Tiles(high, wide, 32 if wide > 32 else 64, 4, 3 if wide > 32 else 4)
+    deep = 1 << (8192 // (high + wide)).bit_length() - 1  # a small tile reads further ahead
+    return Tiles(high, wide, deep, 4, 3 if wide > 32 else 4)
 
 
 @triton.jit(do_not_specialize=["call"])
 def _forward(
-    x, w, y, bias, keys, call, of_client, rows, O, I, RELU: tl.constexpr, LEAST: tl.constexpr,
-    SCALE: tl.constexpr, BIAS: tl.constexpr, DROP: tl.constexpr, PRECISION: tl.constexpr,
+    x, w, y, base, factor, bias, keys, call, of_client, of_output, of_input, rows, O, I,
+    RELU: tl.constexpr, LEAST: tl.constexpr, SCALE: tl.constexpr, BASE: tl.constexpr, FACTOR: tl.constexpr,
+    BIAS: tl.constexpr, DROP: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     client = tl.program_id(2).to(tl.int64)
@@ -56,8 +68,15 @@ def _forward(
     for begin in range(0, I, BK):
         i = begin + tl.arange(0, BK)
         a = tl.load(x + m[:, None] * I + i[None, :], mask=(m < rows)[:, None] & (i < I)[None, :], other=0.0)
-        b = tl.load(w + o[None, :] * I + i[:, None], mask=(o < O)[None, :] & (i < I)[:, None], other=0.0)
-        acc = tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=acc.dtype)
+        there = (o < O)[None, :] & (i < I)[:, None]
+        b = tl.load(w + o[None, :] * of_output + i[:, None] * of_input, mask=there, other=0.0)
+        acc = tl.dot(a, b.to(a.dtype), acc, input_precision=PRECISION, out_dtype=acc.dtype)
+    inside = (m < rows)[:, None] & (o < O)[None, :]
+    at = client * rows * O + m[:, None] * O + o[None, :]
+    if BASE:
+        acc += tl.load(base + at, mask=inside, other=0.0)
+    if FACTOR:
+        acc *= tl.load(factor + client)
     if BIAS:
         acc += tl.load(bias + client * O + o, mask=o < O, other=0.0)[None, :]
     if RELU:
@@ -65,8 +84,7 @@ def _forward(
     if DROP:
         kept = drawn(mask_key(tl.load(keys + client), call), m[:, None] * O + o[None, :]) >= LEAST
         acc = tl.where(kept, acc * SCALE, acc * 0.0)  # of NaN and infinity comes NaN
-    at = client * rows * O + m[:, None] * O + o[None, :]
-    tl.store(y + at, acc.to(y.dtype.element_ty), mask=(m < rows)[:, None] & (o < O)[None, :])
+    tl.store(y + at, acc.to(y.dtype.element_ty), mask=inside)
 
 
 def backward(
