@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fot.benchmarks import transforms
-from fot.engines.vectorized import engine, kernels
+from fot.engines.vectorized import engine, kernels, local
+from fot.engines.vectorized.aside import Aside
 from fot.network import Tree
 
 CUDA = torch.device("cuda", 0)
@@ -149,6 +150,7 @@ def stand_in(patch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     patch.setattr(torch.backends.cudnn, "is_acceptable", lambda tensor: tensor.is_cuda)
     patch.setattr(engine, "GraphedRound", Recording)
+    patch.setattr(local, "Aside", lambda device: Aside(torch.device("cpu")))  # no second stream
     before = torch._C._only_lift_cpu_tensors()
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=...) shows its copy to the mode
     try:

@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from fot.engines.base import Training
 from fot.engines.sequential import LOSS
+from fot.engines.vectorized.aside import Aside
 from fot.engines.vectorized.cohort import FoldedBatch, Step
 from fot.engines.vectorized.folding import Fold
 from fot.engines.vectorized.masks import cohort_dropout
@@ -103,7 +104,7 @@ class LocalTraining:
             the way. The tensors are the caller's own.
         """
         trained, _, sent = self.names(task)
-        pace = Pace(self.training.lr, number)
+        pace = Pace(self.training.lr, number, Aside(self.network.device))
         network = FoldedNetwork(self.network, clients, set(models))
         tick = torch.zeros((), device=self.network.device, requires_grad=True)
         if self.method.plain:

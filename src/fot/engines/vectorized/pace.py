@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from fot.aggregation.plain import sum_rows
 from fot.engines.vectorized import kernels
+from fot.engines.vectorized.aside import Aside
 
 
 class NeedsAutograd(Exception):
@@ -26,6 +27,8 @@ class Pace:
     lr: float
     steps: float
     """Steps in the round, counted in the first one's samples: what a factored history must hold."""
+    aside: Aside = field(default_factory=lambda: Aside(torch.device("cpu")))
+    """Where filters are stepped."""
     keep: float | Tensor = 1.0
     """1 - lr·(weight decay); ``[C]`` where some clients have no samples in this step and stay put."""
 

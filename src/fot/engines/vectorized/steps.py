@@ -17,12 +17,14 @@ a product over the rows of many clients at once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fot.engines.vectorized import kernels
+from fot.engines.vectorized.aside import nothing
 from fot.engines.vectorized.pace import NeedsAutograd, Pace, spread, total_change
 from fot.engines.vectorized.products import Convolution, Linear, lowered, owned
 from fot.engines.vectorized.tail import Tail, fused
@@ -181,9 +183,12 @@ class _Filters(_Dense):
         super().__init__(sent.movedim(2, -1).contiguous(), clients)
         self.clients = clients
         self.turned: Tensor | None = None
+        self.stepped: Callable[[], None] = nothing
+        """Waits for the last step."""
 
     def forward(self, operation: Linear | Convolution, x: Tensor, tail: Tail) -> tuple[Tensor, Tail]:
         assert isinstance(operation, Convolution)
+        self.stepped()
         return operation.maps(x, self.weight.to(x.dtype)), tail
 
     def backward(
@@ -202,13 +207,15 @@ class _Filters(_Dense):
             self.weight, self.own = torch.empty_like(old, memory_format=torch.contiguous_format), True
         if shared and self.turned is not None:  # what all were sent is not written to
             self.turned = torch.empty_like(self.turned, memory_format=torch.contiguous_format)
-        operation.step(d, x, old, keep, pace.lr, self.weight, self.turned)
+        self.stepped = pace.aside.do(operation.step, d, x, old, keep, pace.lr, self.weight, self.turned)
         return below
 
     def stack(self) -> Tensor:
+        self.stepped()
         return self.weight.movedim(-1, 2)
 
     def total(self) -> Tensor:
+        self.stepped()
         return total_change(self.weight, self.sent).movedim(-1, 2)
 
 
