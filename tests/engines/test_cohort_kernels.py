@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -155,3 +157,24 @@ def test_a_client_that_diverges_is_left_out_by_kernels() -> None:
     for client in (0, 3):
         for name, tensor in alone.local_params[client].items():
             torch.testing.assert_close(folded.local_params[client][name], tensor, rtol=1e-10, atol=1e-10)
+
+
+FIRST_ROUND = """
+import sys
+from dataclasses import replace
+from fot.engines.bench import WORKS, _keys, _set_up, _ways
+from fot.engines.vectorized import kernels
+from fot.methods.base import Server
+
+given = sys.argv[1] == "True"
+kernels.at_hand = lambda device: given
+network, task, training = _set_up(replace(WORKS["digits"], cohort=2, samples=20), "cpu", "float64")
+_ways(network, training)["vectorized"](Server(network.tree(), {}), task, [0, 1], _keys(0))
+sys.exit("sympy is imported" if "sympy" in sys.modules else 0)
+"""
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_the_first_round_imports_nothing_that_takes_seconds(given: bool) -> None:
+    """Parts of torch import sympy on their first use, for two of the eight seconds of a run on a GPU."""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", FIRST_ROUND, str(given)], check=True, timeout=300)

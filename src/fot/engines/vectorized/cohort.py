@@ -74,8 +74,8 @@ class FoldedBatch(Batch):
     """A cohort's batch; it remembers each client's own mean, for the record of losses."""
 
     clients: int
-    one: Tensor
-    """The gradient at the loss itself, with which the way back begins."""
+    plain: bool
+    """Whether the loss is the cross-entropy itself, so that nothing multiplies its gradient."""
     means: list[Tensor] = field(default_factory=list)
 
     def mean(self, values: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ class _CrossEntropy(torch.autograd.Function):
         from fot.engines.vectorized.kernels import linear
 
         own, d = linear.cross_entropy(logits, y, weight, batch.clients)
-        ctx.one = batch.one
+        ctx.plain = batch.plain
         ctx.set_materialize_grads(False)  # nobody asks for the gradient at each client's own
         ctx.save_for_backward(d)
         ctx.mark_non_differentiable(own)
@@ -110,7 +110,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, of_total: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
         (d,) = ctx.saved_tensors
-        return d if of_total is ctx.one else d * of_total, None, None, None
+        return d if ctx.plain else d * of_total, None, None, None
 
 
 @dataclass(frozen=True)
@@ -136,6 +136,7 @@ def cohort_steps(
     epochs: int,
     batch_size: int,
     dtype: torch.dtype,
+    plain: bool,
 ) -> Iterator[Step]:
     """Yield the steps of a round.
 
@@ -146,13 +147,14 @@ def cohort_steps(
         on the device.
     shortest, longest
         Bounds of the numbers of samples that these clients hold: steps that all fill need no masks.
+    plain
+        Whether the clients' loss is the cross-entropy itself.
     """
     fold, bits, in_order = _drawing(clients.device)
     places = (clients + holdings.first).flatten()
     count, begin = holdings.counts[places], holdings.begins[places]
     order, dropout, augment = (fold(keys[:, k : k + 1], clients).flatten() for k in range(3))
     position = torch.arange(longest, device=clients.device)
-    one = torch.ones((), dtype=dtype, device=clients.device)
     number, whole = -(-longest // batch_size), longest // batch_size * batch_size
     nth = torch.arange(number, device=clients.device)[:, None]
 
@@ -165,7 +167,7 @@ def cohort_steps(
         own_steps: int | Tensor = number
         valid: list[Tensor] = []
         sizes = [min(batch_size, longest - start) for start in range(0, longest, batch_size)]
-        of_size = {size: one.new_full((len(places) * size,), 1 / size) for size in sizes}
+        of_size = {size: holdings.x.new_full((len(places) * size,), 1 / size, dtype=dtype) for size in sizes}
         shares = [of_size[size] for size in sizes]
     else:
         own_steps = (count + batch_size - 1) // batch_size
@@ -188,7 +190,7 @@ def cohort_steps(
                 inputs = _augmented(holdings.tasks, inputs, own)
             full = shortest >= min(longest, start + batch_size)
             yield Step(
-                FoldedBatch(inputs, y, holdings.tasks[0].index, share, len(places), one),
+                FoldedBatch(inputs, y, holdings.tasks[0].index, share, len(places), plain),
                 None if full else valid[j],
                 None if shortest > start else valid[j].view(len(places), -1)[:, 0],
                 masks[j],

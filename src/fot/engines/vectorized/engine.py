@@ -308,6 +308,7 @@ class VectorizedEngine(SequentialEngine):
             steps = cohort_steps(
                 held, inputs["clients"], inputs["keys"], shortest=shortest, longest=longest,
                 epochs=training.epochs, batch_size=training.batch_size, dtype=self.network.dtype,
+                plain=self.method.plain,
             )  # fmt: skip
             number = training.epochs * longest / min(longest, training.batch_size)
             try:

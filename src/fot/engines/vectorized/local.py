@@ -132,8 +132,7 @@ class LocalTraining:
             with cohort_dropout(step.dropout):
                 loss = self.method.loss(network, params, step.batch, state)
             wanted = [tick, *(params[n] for n in leaves)]
-            one = step.batch.one if self.method.plain else None
-            found = torch.autograd.grad(loss, wanted, one, allow_unused=True)
+            found = torch.autograd.grad(loss, wanted, allow_unused=True)
             gradients = {name: g for name, g in zip(leaves, found[1:], strict=True) if g is not None}
             self._step(params, self.method.precondition(network, gradients, state), step)
             losses.append(_own_losses(loss.detach(), step, self.method.plain))
