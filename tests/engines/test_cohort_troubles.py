@@ -30,6 +30,7 @@ def short_of_memory(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
         if options.get("recorded", True) and sum(map(len, piece)) > room:
             raise torch.OutOfMemoryError("CUDA out of memory")
         found = train(self, rounds, piece, **options)
+        self._graphs["one"] = None  # type: ignore[assignment]
         return {name: places.setdefault((name, t.shape), t.clone()).copy_(t) for name, t in found.items()}
 
     monkeypatch.setattr(VectorizedEngine, "local_cohort", local_cohort)

@@ -105,7 +105,7 @@ class VectorizedEngine(SequentialEngine):
             if changes is None:  # nothing of the piece is added yet
                 pieces.extendleft(reversed(self._in_halves(piece)))
             elif sums:
-                if pieces:  # a recording writes the next piece's to the same place
+                if pieces and self._graphs:  # a recording writes the next piece's to the same place
                     sums = {name: total.clone() for name, total in sums.items()}
                 self._add_totals(rounds, piece, sums)
             else:
@@ -318,8 +318,10 @@ class VectorizedEngine(SequentialEngine):
                 )  # fmt: skip
                 if totals:
                     runs = len(inputs["keys"])
-                    together = torch.cat([total.double().reshape(runs, -1) for total in changes.values()], 1)
-                    changes[FINITE] = together.sum(1).isfinite()
+                    tables = [total.double().reshape(runs, -1) for total in changes.values()]
+                    if self.defers:  # a GPU adds up one large table sooner than many
+                        tables = [torch.cat(tables, 1)]
+                    changes[FINITE] = torch.stack([table.sum(1) for table in tables]).isfinite().all(0)
                 return changes
             except NeedsAutograd as weight:
                 self._local.by_autograd.add(weight.name)

@@ -295,7 +295,7 @@ class _Factored:
         products = torch.bmm(
             d.reshape(models * parts, -1, d.shape[-1]).mT, x.reshape(models * parts, -1, x.shape[-1])
         )
-        along = total_change(products, torch.zeros_like(self.sent))
+        along = total_change(products, torch.zeros_like(self.sent)) if parts > 1 else products.double()
         scale = x.new_ones(self.clients, 1, 1, dtype=torch.float64) * self.scale
         scale = scale.view(models, -1, 1)
         decayed = self.sent.double() * (scale.sum(1, keepdim=True) - scale.shape[1])
