@@ -91,6 +91,13 @@ def test_wide_layers_are_factored(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {(1, 120, 90), (1, 100, 120)} <= set(made) and (1, CLASSES, 100) not in made
 
 
+def test_decay_may_leave_nothing_of_the_weights() -> None:
+    """Factors would be divided by what is left."""
+    model, shape = (lambda: mlp(inputs=90, hidden=(120, 100), classes=CLASSES)), (90,)
+    training = Training(batch_size=3, lr=0.5, weight_decay=2.0)
+    assert_engines_agree(model, FedAvg(), [a_task(shape, (6, 7, 3))], 2, training=training)
+
+
 @pytest.fixture
 def overwritten(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Tree]:
     """As on a GPU, where recordings are replayed into the same tensors, and share the memory they work in."""

@@ -104,6 +104,9 @@ class LocalWeight:
             fewer = factored * (1 + x.requires_grad) < 3 * dense
         else:
             fewer = 2 * factored < dense
+        keep = self.pace.keep
+        if isinstance(keep, float) and keep == 0:  # by which factors would be divided
+            fewer = False
         return _Factored(self.sent, self.clients, rows) if fewer else _Dense(self.sent, self.clients)
 
 
