@@ -31,7 +31,9 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(convolve, "SMALL", convolve.Tiles(512, 64, 256))
         monkeypatch.setattr(tails, "BLOCK", 1 << 13)
         interpreter = pytest.importorskip("triton.runtime.interpreter").interpreter_builder
-        unchecked = replace(interpreter.options, sanitize_overflow=False)  # test_kernels.py has these checks
+        unchecked = replace(
+            interpreter.options, sanitize_overflow=False
+        )  # the tests of single kernels have these checks
         monkeypatch.setattr(interpreter, "options", unchecked)
     assert kernels.at_hand(DEVICE)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from fot.aggregation import make_aggregation
 from fot.engines.base import Round
 from fot.engines.sequential import SequentialEngine
-from fot.engines.vectorized import VectorizedEngine, steps
+from fot.engines.vectorized import VectorizedEngine, local, steps
+from fot.engines.vectorized.aside import Aside
 from fot.methods import FOT, FedAvg
-from fot.methods.base import Method, Server
+from fot.methods.base import Batch, Method, Server
 from fot.models import mlp
-from fot.network import Network
+from fot.network import Network, Tree
 
 pytest.importorskip("triton")
 from by_kernels import DEVICE, SMALL_MAPS, TRAINING, agree, by_kernels, small_alexnet, untried  # noqa: F401
@@ -103,6 +104,42 @@ def test_wide_layers_are_factored_by_kernels(
     assert tables[-4:] == [6] * 4 and taken[-4:] == [parts] * 4
 
 
+class Late(Aside):
+    """A second stream that does nothing until it is waited for."""
+
+    def do(self, work: Callable[..., None], *given: Any) -> Callable[[], None]:
+        todo = [lambda: work(*given)]
+        return lambda: todo.pop()() if todo else None
+
+
+@pytest.mark.parametrize("totals", [True, False])
+def test_filters_are_not_read_before_they_are_stepped(monkeypatch: pytest.MonkeyPatch, totals: bool) -> None:
+    """Neither by the next step, nor by a sum or by what a client sends."""
+    monkeypatch.setattr(local, "Aside", Late)
+    outcomes = []
+    for kind in (SequentialEngine, VectorizedEngine):
+        torch.manual_seed(0)
+        network = Network(small_alexnet(), device=DEVICE.type, dtype=torch.float64)
+        server = Server(network.tree() | network.add_task(CLASSES, 0, 0), {})
+        made = kind(network, FedAvg(), TRAINING)
+        outcomes.append(one_round(made, server, a_task(SMALL_MAPS, (5, 2, 4)), 0, keep_local=not totals)[0])
+    alone, folded = outcomes
+    assert made.fallback is None
+    for name, wanted in alone.params.items():
+        torch.testing.assert_close(folded.params[name], wanted, rtol=1e-10, atol=1e-10, msg=name)
+
+
+class Doubled(Method):
+    """A loss that is not the cross-entropy itself."""
+
+    def loss(self, network: Network, params: Tree, batch: Batch, client: Tree) -> Tensor:
+        return 2 * super().loss(network, params, batch, client)
+
+
+def test_a_loss_may_multiply_the_cross_entropy() -> None:
+    agree(small_alexnet, Doubled(), [a_task(SMALL_MAPS, (4, 4, 4))], 1)
+
+
 @pytest.mark.usefixtures("untried")
 @pytest.mark.parametrize(("inputs", "factored"), [(8, False), (9, True)])
 def test_a_first_layer_needs_its_factors_once(
@@ -176,5 +213,5 @@ sys.exit("sympy is imported" if "sympy" in sys.modules else 0)
 
 @pytest.mark.parametrize("given", [False, True])
 def test_the_first_round_imports_nothing_that_takes_seconds(given: bool) -> None:
-    """Parts of torch import sympy on their first use, for two of the eight seconds of a run on a GPU."""
+    """Parts of torch import sympy on their first use, which takes as long as hundreds of rounds on a GPU."""
     subprocess.run([sys.executable, "-W", "ignore", "-c", FIRST_ROUND, str(given)], check=True, timeout=300)

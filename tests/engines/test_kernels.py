@@ -1,4 +1,4 @@
-"""The kernels of a cohort compute what torch's own operations compute: on a GPU, or else interpreted."""
+"""Convolutions, tails, norms and draws by kernel are what torch's are: on a GPU, or else interpreted."""
 
 from __future__ import annotations
 
@@ -8,37 +8,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_cases import DEVICE, KEYS, close, first, gaussian, last, tail_of_torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from fot import randomness
-from fot.dropout import keyed_dropout
 from fot.engines.vectorized.kernels import Window
 
 pytest.importorskip("triton")
-from fot.engines.vectorized.kernels import convolve, draws, linear, normal, tails
-
-DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-KEYS = (5, 1 << 62, 2**63 - 1)
-"""Keys of three clients' masks, for which sums of keys and calls overflow too."""
-
-
-def gaussian(*shape: int, seed: int = 0) -> Tensor:
-    draw = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, dtype=torch.float64, generator=draw).to(DEVICE)
-
-
-def close(got: Tensor, wanted: Tensor) -> None:
-    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
-
-
-def last(maps: Tensor) -> Tensor:
-    """Channels last, as the kernels read maps; of filters, inputs last."""
-    return maps.detach().movedim(-3, -1).contiguous()
-
-
-def first(maps: Tensor) -> Tensor:
-    return maps.movedim(-1, -3)
+from fot.engines.vectorized.kernels import convolve, draws, normal, tails
 
 
 def assert_convolves(
@@ -196,28 +174,6 @@ def test_order(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
     assert torch.equal(draws.order(numbers), numbers.argsort(dim=1, stable=True))
 
 
-def tail_of_torch(
-    z: Tensor, clients: int, bias: Tensor | None, other: Tensor | None, relu: bool, p: float, call: int,
-    pool: int,
-) -> Tensor:  # fmt: skip
-    """pool(dropout(relu(z + bias + other))), as a network on one client after another would have it."""
-    if bias is not None:
-        z = z + bias.repeat_interleave(len(z) // clients, 0)[:, :, None, None]
-    if other is not None:
-        z = z + other
-    if relu:
-        z = F.relu(z)
-    if p:
-        parts = []
-        for part, key in zip(z.chunk(clients), KEYS, strict=False):
-            alone = keyed_dropout(key)
-            alone.calls = call
-            with alone:
-                parts.append(F.dropout(part, p))
-        z = torch.cat(parts)
-    return F.max_pool2d(z, pool) if pool > 1 else z
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("pool", [1, 2, 3])
 @pytest.mark.parametrize("p", [0.0, 0.3])
@@ -347,98 +303,3 @@ def test_total_change(models: int, dtype: torch.dtype) -> None:
     got = tails.total_change(stack, sent)
     assert got.dtype == torch.float64
     torch.testing.assert_close(got, wanted, rtol=1e-13, atol=1e-12)
-
-
-@pytest.mark.parametrize("shape", [(3, 5, 7, 20), (2, 70, 40, 70), (2, 16, 130, 10), (1, 1, 1, 1)])
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("p", [0.0, 0.3])
-@pytest.mark.parametrize("relu", [False, True])
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_a_linear_layer_with_what_follows_it(
-    shape: tuple[int, int, int, int], shared: bool, with_bias: bool, relu: bool, p: float
-) -> None:
-    clients, rows, outputs, inputs = shape
-    x, bias = gaussian(clients, rows, inputs, seed=1), gaussian(clients, outputs, seed=2)
-    w = gaussian(1 if shared else clients, outputs, inputs, seed=3).expand(clients, -1, -1)
-    z = (x @ w.mT).view(clients * rows, outputs, 1, 1)
-    wanted = tail_of_torch(z, clients, bias if with_bias else None, None, relu, p, 4, 1)
-    keys = torch.tensor(KEYS[:clients], device=DEVICE) if p else None
-    y = linear.forward(x, w, bias=bias if with_bias else None, relu=relu, keys=keys, call=4, p=p)
-    close(y, wanted.view(clients, rows, outputs))
-
-
-@pytest.mark.parametrize("with_factor", [False, True])
-@pytest.mark.parametrize("with_base", [False, True])
-def test_a_product_with_a_slice_of_a_table(with_base: bool, with_factor: bool) -> None:
-    """Of the table's rows, and of its columns."""
-    x, table = gaussian(2, 5, 9, seed=1), gaussian(2, 40, 9, seed=2)
-    more, other, factor = gaussian(2, 5, 30, seed=3), gaussian(2, 5, 9, seed=4), gaussian(2, 1, 1, seed=5)
-    close(linear.forward(x, table[:, :30]), x @ table[:, :30].mT)
-    wanted = more @ table[:, :30] + (other if with_base else 0)
-    y = linear.forward(
-        more, table[:, :30].mT, base=other if with_base else None, factor=factor if with_factor else None
-    )
-    close(y, wanted * factor if with_factor else wanted)
-
-
-def test_a_linear_layer_keeps_what_is_not_a_number() -> None:
-    x, w = gaussian(3, 4, 5, seed=1), gaussian(3, 6, 5, seed=2)
-    x[1, 2, 0], x[2, 1, 3] = torch.nan, torch.inf
-    y = linear.forward(x, w, relu=True, keys=torch.tensor(KEYS, device=DEVICE), p=1.0)
-    assert y.isnan().any(2).nonzero().tolist() == [[1, 2], [2, 1]]
-
-
-@pytest.mark.parametrize("columns", [3, 400])
-def test_rows_are_appended_to_a_table(columns: int) -> None:
-    rows, table = gaussian(2, 7, columns, seed=1), gaussian(2, 20, columns, seed=2)
-    by, wanted = gaussian(2, 1, 1, seed=3), table.clone()
-    wanted[:, 4:11], wanted[:, 11:18] = rows, rows * by
-    linear.append(rows, table, 4)
-    linear.append(rows, table, 11, by)
-    assert torch.equal(table, wanted)
-
-
-@pytest.mark.parametrize("shape", [(3, 5, 7, 20), (2, 64, 40, 70), (2, 16, 10, 130), (1, 1, 1, 1)])
-@pytest.mark.parametrize("shared", [False, True])
-def test_the_way_back_through_a_linear_layer(shape: tuple[int, int, int, int], shared: bool) -> None:
-    clients, rows, outputs, inputs = shape
-    d, x = gaussian(clients, rows, outputs, seed=1), gaussian(clients, rows, inputs, seed=2)
-    w = gaussian(1 if shared else clients, outputs, inputs, seed=3).expand(clients, -1, -1)
-    below, stepped = d @ w, 0.9 * w - 0.1 * d.mT @ x
-    out = torch.full_like(stepped, torch.nan)
-    got = linear.backward(d, x, w, 0.9, 0.1, out, True)
-    assert got is not None
-    close(got, below)
-    close(out, stepped)
-    own = w.clone()
-    got = linear.backward(d, x, own, 0.9, 0.1, own, True)
-    assert got is not None
-    close(got, below)
-    close(own, stepped)
-    out.fill_(torch.nan)
-    assert linear.backward(d, x, w, 0.9, 0.1, out, False) is None
-    close(out, stepped)
-
-
-@settings(max_examples=10, deadline=None)
-@given(clients=st.integers(1, 3), rows=st.sampled_from([1, 7, 70]), classes=st.integers(1, 130))
-def test_cross_entropy(clients: int, rows: int, classes: int) -> None:
-    """Each client's own loss and the gradient; rows of weight 0 count for nothing."""
-    n = clients * rows
-    logits = (500 * gaussian(n, classes, seed=1)).requires_grad_()
-    y = torch.randint(0, classes, (n,), generator=torch.Generator().manual_seed(2)).to(DEVICE)
-    weight = gaussian(n, seed=3).abs()
-    weight[-rows // 2 :] = 0
-    each = F.cross_entropy(logits, y, reduction="none") * weight
-    (gradient,) = torch.autograd.grad(each.sum(), logits)
-    losses, d = linear.cross_entropy(logits.detach(), y, weight, clients)
-    close(losses, each.detach().view(clients, rows).sum(1))
-    close(d, gradient)
-
-
-def test_a_loss_that_is_not_a_number_is_its_clients_own() -> None:
-    logits, y = gaussian(6, 5), torch.zeros(6, dtype=torch.int64, device=DEVICE)
-    logits[3, 4] = torch.nan
-    losses, d = linear.cross_entropy(logits, y, torch.ones_like(logits[:, 0]), 3)
-    assert losses.isnan().tolist() == [False, True, False]
-    assert d.isnan().any(1).tolist() == [False, False, False, True, False, False]

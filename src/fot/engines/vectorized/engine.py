@@ -319,7 +319,7 @@ class VectorizedEngine(SequentialEngine):
                 if totals:
                     runs = len(inputs["keys"])
                     tables = [total.double().reshape(runs, -1) for total in changes.values()]
-                    if self.defers:  # a GPU adds up one large table sooner than many
+                    if self.device.type == "cuda":  # which adds up one large table sooner than many
                         tables = [torch.cat(tables, 1)]
                     changes[FINITE] = torch.stack([table.sum(1) for table in tables]).isfinite().all(0)
                 return changes

@@ -242,7 +242,7 @@ class _Factored:
         factor = -pace.lr / self.scale
         x, d = (rows.reshape(self.clients, -1, rows.shape[-1]) for rows in (x, d))
         here = slice(self.filled, self.filled + x.shape[1])
-        if kernels.at_hand(x.device):  # which copies rows into wider ones at the speed of memory
+        if kernels.at_hand(x.device):  # torch copies into a part of a table number by number
             from fot.engines.vectorized.kernels import linear
 
             linear.append(x, self.x, self.filled)

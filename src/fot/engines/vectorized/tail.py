@@ -136,9 +136,9 @@ class Tail:
 
 
 def fused(x: Tensor) -> bool:
-    """Whether a linear layer of these samples and its tail are better done by one kernel."""
+    """Whether a linear layer and its tail are better done by one kernel: not in full float32."""
     if not kernels.at_hand(x.device):
         return False
-    from fot.engines.vectorized.kernels import linear
+    from fot.engines.vectorized.kernels.convolve import precision
 
-    return linear.pays(x)
+    return x.dtype != torch.float32 or precision(x) == "tf32"

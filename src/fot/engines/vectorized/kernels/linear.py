@@ -35,11 +35,6 @@ def forward(
     return y
 
 
-def pays(x: Tensor) -> bool:
-    """Whether ``forward`` takes less time than the library: in full float32 it does not."""
-    return x.dtype != torch.float32 or precision(x) == "tf32"
-
-
 def _tiles(x: Tensor, w: Tensor, rows: int) -> Tiles:
     if x.dtype != torch.bfloat16 and precision(x) == "ieee":
         return SMALL
